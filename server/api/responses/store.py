@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from server.api.batches.store import RESPONSE_TTL_S
 from server.api.responses.protocol import InputItem
 
 MAX_RESPONSES = 1000
-RESPONSE_TTL_S = 86_400.0
-"""Time for which a stored response is kept after its last use."""
 _ITEM_BYTES = 1536
 _PART_BYTES = 768
 """Bytes of the objects around the text; measured, an item with one part: 1.3 to 1.9 KB."""
@@ -61,7 +60,7 @@ class _Entry:
 class ResponseStore:
     """An LRU of responses. All times are seconds of one clock, the caller's."""
 
-    def __init__(self, *, max_responses: int, max_bytes: int, ttl_s: float) -> None:
+    def __init__(self, *, max_responses: int, max_bytes: int, ttl_s: float = RESPONSE_TTL_S) -> None:
         """`max_bytes` 0 stores nothing. `ttl_s` counts from the last use."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes

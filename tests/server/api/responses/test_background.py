@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 import httpx
 import openai
@@ -10,8 +11,10 @@ import pytest
 
 from engine.errors import EngineUnavailable, Overloaded, RequestFailed
 from engine.types import FinishReason
+from server.api.responses import kept_responses
 from server.api.responses.kept_responses import go_on
 from server.api.responses.models import ResponseEvent, ResponseObject
+from server.api.responses.store import RESPONSE_TTL_S
 from server.app import build_app
 from tests.server.api.responses.test_responses import PATH, create, refused
 from tests.server.conftest import EDGE, Settings, connect, eventually, serving
@@ -306,6 +309,22 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert (await client.get(f"{PATH}/{made['id']}")).status_code == 404
         following = await create(client, input="gh", previous_response_id=done["id"], max_output_tokens=1)
         assert following["status"] == "completed"
+
+
+async def test_a_restart_does_not_prolong_the_day_of_a_response(engine, with_folder, monkeypatch):
+    first = with_folder()
+    async with connect(first) as client:
+        made = await create(client, background=True, max_output_tokens=1)
+        await ended(client, made["id"])
+    await eventually(lambda: not first.state.background._works)
+    first.state.desk.close()
+    later_s = kept_responses.settled_time_s() + 1000
+    monkeypatch.setattr(kept_responses, "settled_time_s", lambda: later_s)
+    second = with_folder()
+    await go_on(second)
+    store = second.state.response_store
+    assert store.num_bytes > 0
+    assert not store.find(made["id"], owner="", now_s=time.monotonic() + RESPONSE_TTL_S - 500)
 
 
 async def test_one_at_its_end_is_gone_on_from_while_it_is_written_to_disk(engine, tmp_path, monkeypatch):
