@@ -45,7 +45,8 @@ def weigh(items: Iterable[InputItem]) -> int:
     for item in items:
         parts = [*(item.content or ()), *(item.output or ()), *(item.summary or ())]
         num_chars = sum(len(part.text or "") + len(part.refusal or "") for part in parts)
-        num_chars += len(item.arguments or "")
+        others = (item.arguments, item.input, item.encrypted_content, item.action, item.tools)
+        num_chars += sum(len(str(each)) for each in others if each is not None)
         num_bytes += sum(len(part.image_url or "") for part in parts)  # of one byte each, as all URLs are
         num_bytes += _ITEM_BYTES + _PART_BYTES * len(parts) + 4 * num_chars
     return num_bytes
