@@ -166,6 +166,7 @@ def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:
     origin = Origin(
         reply_id=row.id,
         terms=service_terms(body, key, written["tenant"]),
+        model=body.model,
         max_tenant_tokens=key.max_queued_tokens if key else None,
         allowance=Allowance(keys.rates, key, Caller.CLIENT),
     )

@@ -275,8 +275,10 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         earlier = await create(client, input="ab", background=True, max_output_tokens=2)
         done = await ended(client, earlier["id"])
         engine.stall_after = 1
+        await engine.load_adapter("tuned", "good", replaces=False)
         made = await create(
             client,
+            model="tuned",
             input="cd",
             background=True,
             previous_response_id=earlier["id"],
@@ -297,6 +299,7 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert await ended(client, done["id"]) == done
         response = await ended(client, made["id"])
         assert response["status"] == "completed"
+        assert (made["model"], response["model"]) == ("tuned", "tuned")
         assert response["created_at"] == made["created_at"]
         assert (engine.requests[-1].terms.priority, engine.requests[-1].terms.tenant) == (LOWEST, "u")
         assert [message["content"] for message in engine.chats[-1][0]] == ["ab", "AB", "cd"]
