@@ -137,24 +137,16 @@ async def _prepare(edge: Edge, task: ResponseTask, items: Items, tools: Toolbox)
     """The chat path up to the first token, its errors in the words of this endpoint."""
     has_tries = task.body.truncation == "auto" and edge.engine.info.vision is not None and has_pictures(items)
     keeper = edge.engine.pictures.new_lease() if has_tries else None
-    turn_of = partial(_turn, edge, task, tools, partial(prepare_turn, keeper=keeper))
+
+    async def turn_of(items: Items) -> ChatTurn:
+        return await prepare_turn(edge, await chat_of(task.body, items, tools), task.origin, keeper)
+
     try:
         with in_our_words(tools):
             return await _that_fits(task.body, items, turn_of)
     finally:
         if keeper is not None:
             keeper.release()
-
-
-async def _turn(
-    edge: Edge,
-    task: ResponseTask,
-    tools: Toolbox,
-    prepare: Callable[..., Awaitable[ChatTurn]],
-    items: Items,
-) -> ChatTurn:
-    """The chat path up to the first token. Raises RequestRejected, Overloaded."""
-    return await prepare(edge, await chat_of(task.body, items, tools), task.origin)
 
 
 async def _that_fits(
