@@ -189,6 +189,24 @@ async def test_it_is_there_only_for_the_key_that_made_it_and_each_key_has_a_boun
         assert (await client.get(place, headers=mine)).json()["status"] in ("queued", "in_progress")
 
 
+async def test_the_bound_of_a_key_holds_for_responses_that_are_prepared_at_the_same_time(
+    app, engine, monkeypatch
+):
+    monkeypatch.setattr("server.api.responses.background.MAX_UNDER_WAY_OF_OWNER", 3)
+    engine.stall_after, encode = 1, engine.encode_chat
+
+    async def encode_later(chat):
+        await asyncio.sleep(0)
+        return await encode(chat)
+
+    monkeypatch.setattr(engine, "encode_chat", encode_later)
+    async with connect(app) as client:
+        body = {"input": "hi", "background": True}
+        replies = await asyncio.gather(*(client.post(PATH, json=body) for _ in range(8)))
+        assert sorted(reply.status_code for reply in replies) == [200] * 3 + [429] * 5
+        await app.state.background.close()
+
+
 async def test_a_response_of_another_key_has_the_next_place(engine):
     engine.stall_after = 1
     many, one = ({"authorization": f"Bearer {name}"} for name in ("many", "one"))
