@@ -126,6 +126,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         owner=owner,
         task=task,
         making=making,
+        reply=making.reply,
         save=kept.saver(owner, task),
         response=response,
         events=log,

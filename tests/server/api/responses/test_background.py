@@ -146,6 +146,22 @@ async def test_the_stream_of_one_that_is_cancelled_ends(app, engine):
         assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
 
 
+async def test_the_stream_of_one_that_is_cancelled_before_its_turn_ends_alike(app, engine):
+    app.state.background.places.num_places = 0
+    async with connect(app) as client:
+        body = {"input": "hello", "background": True, "stream": True}
+        streaming = asyncio.create_task(client.post(PATH, json=body))
+        await eventually(lambda: app.state.background._works)
+        (response_id,) = app.state.background._works
+        cancelled = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+        ResponseObject.model_validate(cancelled, strict=True)
+        *_, queued, last = parsed((await streaming).text)
+    assert queued["type"] == "response.queued"
+    assert (last["type"], last["response"]) == ("response.incomplete", cancelled)
+    assert cancelled["status"] == "cancelled"
+    assert not engine.requests
+
+
 async def test_one_in_line_waits_for_room_and_for_the_engine(client, engine, monkeypatch):
     engine.admission_error = Overloaded("full", retry_after_s=0.01)
     made = await create(client, background=True, max_output_tokens=1)
