@@ -28,7 +28,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[SeeingEngine]:
 async def test_a_response_in_the_background_that_gave_way_sees_its_picture_at_its_next_try(
     engine, monkeypatch
 ) -> None:
-    monkeypatch.setattr(places, "MIN_REST_S", 0.0)
+    monkeypatch.setattr(places, "MIN_REST_S", 0.01)
     engine.error_after = 0
     engine.error = Overloaded("a more urgent request took its place", retry_after_s=0.0)
     app = build_app(engine, Settings())
