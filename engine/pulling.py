@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from errno import ENOSPC
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Pulled:
 def plan_pull(name: str, *, revision: str, include: Sequence[str] = ()) -> Plan:
     """Ask the hub what there is, and choose. `include` are patterns of files in the place of all weights.
 
-    Raises PullFailed.
+    Raises PullFailed, OSError.
     """
     from huggingface_hub import HfApi, constants
 
@@ -101,7 +102,7 @@ def plan_pull(name: str, *, revision: str, include: Sequence[str] = ()) -> Plan:
 
 
 def pull(plan: Plan, *, revision: str) -> Pulled:
-    """Fetch the files of a plan, as far as they are not there; compare and list them. Raises PullFailed."""
+    """Fetch the files of a plan that are not there; compare and list all. Raises PullFailed, OSError."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -188,7 +189,7 @@ def _digest(path: Path) -> str:
 
 
 def _asking(ask: Callable[[], Any], name: str, revision: str) -> Any:
-    """Ask the hub; its errors become PullFailed."""
+    """Ask the hub; its errors become PullFailed. Raises OSError too, of the cache."""
     from huggingface_hub import constants, errors
 
     host = constants.ENDPOINT
@@ -211,6 +212,8 @@ def _asking(ask: Callable[[], Any], name: str, revision: str) -> Any:
     except errors.HFValidationError as error:
         raise PullFailed(f"{name!r} is no name of a model", "write ORG/NAME") from error
     except (errors.HTTPError, *_NO_HUB_ERRORS) as error:  # type: ignore[attr-defined]
+        if isinstance(error, OSError) and (error.filename or error.errno == ENOSPC):
+            raise  # it is of the cache
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
         raise NoHub(
             f"{host} cannot be reached or does not answer as a hub does ({reason})",

@@ -4,13 +4,14 @@ Owns: synthetic prompts, prompt files, arrival times, priorities.
 Never: the network.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country "
@@ -133,7 +134,7 @@ def read_prompts(path: Path, *, num_prompts: int | None, output_len: int) -> lis
 
 def _prompt_of(line: bytes, where: str, output_len: int) -> tuple[str, int]:
     try:
-        entry: Any = json.loads(line)
+        entry: Any = orjson.loads(line)
     except ValueError as error:
         raise WorkloadError(f"{where}: {error}") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):

@@ -281,7 +281,7 @@ class ModelYard:
         if self._look_again is not None:
             self._look_again.cancel()
         for place in self.places:
-            self._refuse(place, EngineUnavailable("the server is shutting down", code="shutting_down"))
+            self._refuse(place, "the server is shutting down", code="shutting_down")
         tasks = [self._switching, *(place.watching for place in self.places)]
         for task in tasks:
             if task is not None:
@@ -439,15 +439,16 @@ class ModelYard:
         place.failed_until_s, place.fault = time.monotonic() + back_off_s, without_folders(why)
         place.state, place.wanted_since_s, place.is_urgent = YardState.ABSENT, inf, False
         log.critical("%s is not loaded for %.0f s: %s", place.name, back_off_s, why)
-        self._refuse(place, EngineUnavailable(f"{place.name}: {place.fault}", retry_after_s=back_off_s))
+        self._refuse(place, f"{place.name}: {place.fault}", retry_after_s=back_off_s)
         await place.engine.unload(place.fault)
         self.look()
 
-    def _refuse(self, place: YardPlace, error: EngineUnavailable) -> None:
+    def _refuse(self, place: YardPlace, why: str, **more: Any) -> None:
+        """End each wait with an error of its own: the server may tell one caller less than another."""
         while place.waiting:
             waiter = place.waiting.popleft()
             if not waiter.done():
-                waiter.set_exception(error)
+                waiter.set_exception(EngineUnavailable(why, **more))
 
 
 def _turn_s(place: YardPlace) -> float:

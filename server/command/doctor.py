@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.diagnosis import Finding, Verdict, diagnose
+from engine.options.edge_config import ADMIN_HOST
 from engine.options.options import Options
 from engine.options.sources import read_options
 from server.command.command_line import MORE_MODELS, OptionParser, Several
@@ -68,6 +69,8 @@ def _examine(options: Options, more: Sequence[str]) -> Iterator[Finding]:
     yield _port("--port", options.host, options.port) if options.uds is None else _socket(options.uds)
     if options.health_port is not None:
         yield _port("--health-port", options.host, options.health_port)
+    if options.admin_port is not None:
+        yield _port("--admin-port", ADMIN_HOST, options.admin_port)
     yield _connections()
     yield from diagnose(options, more)
 
@@ -75,11 +78,10 @@ def _examine(options: Options, more: Sequence[str]) -> Iterator[Finding]:
 def _port(flag: str, host: str, port: int) -> Finding:
     topic = flag.removeprefix("--").replace("-", " ")
     try:
-        listener = listen(host, port, flag=flag)
+        listen(host, port, flag=flag).close()
     except (PortInUse, CannotListen) as error:
         what, _, fix = str(error).partition("; ")
         return Finding(topic=topic, verdict=Verdict.FAULT, what=what, fix=fix)
-    listener.close()
     return Finding(topic=topic, verdict=Verdict.OK, what=f"{host}:{port} is free")
 
 

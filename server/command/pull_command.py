@@ -19,10 +19,13 @@ def main(words: Sequence[str]) -> int:
     options = build_parser().parse_args(list(words))
     try:
         return _pull(options)
-    except NoHub as error:
-        return failed("tokenyard pull", error, EXIT_NO_SERVER)
     except PullFailed as error:
-        return failed("tokenyard pull", error, EXIT_FAILED)
+        return failed("tokenyard pull", error, EXIT_NO_SERVER if isinstance(error, NoHub) else EXIT_FAILED)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of the cache
+        fix = "make room there, or let HF_HOME name another folder"
+        return failed("tokenyard pull", PullFailed(str(error), fix), EXIT_FAILED)
     except KeyboardInterrupt:
         print("\ntokenyard pull: interrupted; the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED

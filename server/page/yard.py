@@ -6,7 +6,7 @@ With keys it takes one that may administer; app.py says where it is served witho
 """
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from starlette.types import Send
 from engine.errors import EngineUnavailable
 from engine.types import ModelInfo
 from engine.version import VERSION
-from server.edge.http.edge import Edge, EdgeSettings, edge_of
+from server.edge.http.edge import Edge, EdgeSettings
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 from server.edge.http.served_models import choose_by_query
 from server.reply.generate.sse import CHUNKS, StreamedResponse
@@ -124,18 +124,13 @@ async def show_server(request: Request) -> Response:
         "version": VERSION,
         "state": health.state.value,
         "detail": health.detail,
-        "model": _model(edge.engine.info) if _is_loaded(request) else None,
+        "model": None,
         "options": options,
         "errors": [error._asdict() for error in edge.metrics.recent_errors],
     }
+    with suppress(EngineUnavailable):  # it was never loaded
+        body["model"] = _model(edge.engine.info)
     return Response(orjson.dumps(body, default=str), media_type="application/json")
-
-
-def _is_loaded(request: Request) -> bool:
-    try:
-        return bool(edge_of(request).engine.info.served_names)
-    except EngineUnavailable:
-        return False
 
 
 def _model(info: ModelInfo) -> dict[str, Any]:

@@ -85,6 +85,9 @@ def test_a_prompt_file_is_taken_once_or_as_often_as_asked(tmp_path: Path) -> Non
         (json.dumps({"prompt": 1}), "expected"),
         (json.dumps({"prompt": "a", "max_tokens": 0}), "max_tokens"),
         (json.dumps({"prompt": "a", "max_tokens": True}), "max_tokens"),
+        (json.dumps({"prompt": "a", "max_tokens": 10**30}), "max_tokens"),
+        (json.dumps({"prompt": "\ud800"}), ":1: "),
+        pytest.param("[" * 100_000, ":1: ", id="deep"),
         (json.dumps({"prompt": "a", "temperature": 1}), "unknown field 'temperature'"),
     ],
 )

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from engine.models.load_metrics import LoadMetrics
 from engine.models.placement import Reservation
 from engine.models.yard import KeepRule, ModelYard, Waiting
+from server.api.batches.app_client import AppClient
 from server.app import build_app
 from server.edge import waiting_stream
 from server.edge.access.key_ring import KeyRing
@@ -67,6 +68,40 @@ async def test_a_stream_that_waits_for_its_model_says_how_far_it_is_and_ends_wit
             assert (told["type"], told["sequence_number"], told["code"]) == ("error", 0, "not_ready")
         assert [line for line in rest if line == "event: error"] == ["event: error"] * bool(fault)
         assert len(here.engine.requests) == 2 * (not fault)
+
+
+async def test_those_that_wait_for_one_model_in_vain_are_answered_each_in_its_own_words():
+    here = ComingAndGoing(key("lawyer", "law"), key("boss"), max_waiting=4)
+    here.engine.model_info = dataclasses.replace(INFO, served_adapters=(LAW,))
+    here.processes.fault = "its weights are cut off"
+    asking = [
+        asyncio.create_task(
+            here.client.post("/v1/completions", json={"prompt": "hi", "model": name}, headers=bearer(who))
+        )
+        for who, name in (("lawyer", "law"), ("boss", "fake"))
+    ]
+    await eventually(lambda: len(here.place.waiting) == 2)
+    here.processes.may_load.set()
+    lawyers, bosses = [(await each).json()["error"]["message"] for each in asking]
+    assert lawyers == "law cannot be served now; try again later"
+    assert "its weights are cut off" in bosses
+
+
+async def test_a_line_of_a_batch_that_is_given_up_in_any_turn_of_a_load_leaves_no_lease_behind():
+    ends = set()
+    for num_turns in range(32):
+        here = ComingAndGoing()
+        post = AppClient(here.app, owner="").post("/v1/completions", b'{"prompt": "hi"}')
+        line = asyncio.create_task(post)
+        await eventually(lambda here=here: here.place.waiting and here.processes.has_begun)
+        here.processes.may_load.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        line.cancel()
+        (end,) = await asyncio.gather(line, return_exceptions=True)
+        assert here.place.num_leases == 0, num_turns
+        ends.add((type(end), len(here.engine.requests)))
+    assert len(ends) > 1
 
 
 async def test_a_client_that_leaves_a_commented_wait_is_counted_and_is_no_error_of_the_server(

@@ -296,10 +296,12 @@ class Processes:
 
     def __init__(self) -> None:
         self.may_load = asyncio.Event()
+        self.has_begun = False
         self.fault = ""
 
     def start(self, spare: object = None) -> None:
         """Begin to load."""
+        self.has_begun = True
 
     async def ready(self) -> None:
         await self.may_load.wait()
@@ -319,14 +321,14 @@ class Processes:
 class ComingAndGoing:
     """One model on demand behind an application."""
 
-    def __init__(self, max_waiting: int = 1) -> None:
+    def __init__(self, *keys: ApiKey, max_waiting: int = 1) -> None:
         self.engine, self.processes = FakeEngine(), Processes()
         yard = ModelYard(max_waiting=max_waiting)
         rule = KeepRule(at_start=False, keep_alive_s=600)
         room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
         self.place = yard.add("fake", self.processes, rule, room)
         models = [Served(self.engine, Parsers(), self.place)]
-        self.app = build_app(self.engine, Settings(), models=models)
+        self.app = build_app(self.engine, Settings(), keys=KeyRing(keys) if keys else None, models=models)
         self.client = connect(self.app)
 
     async def ask(self, **headers: str) -> httpx.Response:

@@ -42,7 +42,7 @@ class StateAccess:
         self.changed = asyncio.Event()
         """Set, and replaced, when a batch was added or is to be cancelled."""
         self._waiting: set[object] = set()
-        self._num_keeping = 0
+        self._keeping: set[object] = set()
         # Of its own, since a slow disk would take one shared thread after the other.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
 
@@ -86,18 +86,16 @@ class StateAccess:
     async def keep(self, action: Callable[[StateStore], ResultT]) -> ResultT:
         """Do one thing, again and again until the disk has room for it."""
         waiting = object()
-        num_keeping = 0
         try:
             while True:
                 try:
                     return await self.attempt(action)
                 except STORAGE_FAULTS as error:
                     self.waits(waiting, error)
-                    self._num_keeping += 1 - num_keeping
-                    num_keeping = 1
+                    self._keeping.add(waiting)
                 await asyncio.sleep(PAUSE_S)
         finally:
-            self._num_keeping -= num_keeping
+            self._keeping.discard(waiting)
             self.goes_on(waiting)
 
     async def parts(self, file_id: str) -> AsyncIterator[FilePart]:
@@ -109,7 +107,7 @@ class StateAccess:
 
     async def until_kept(self) -> None:
         """Wait while `keep` has something that the disk does not take."""
-        while self._num_keeping:
+        while self._keeping:
             await asyncio.sleep(PAUSE_S)
 
     def waits(self, waiting: object, fault: BaseException) -> None:

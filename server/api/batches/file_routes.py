@@ -95,8 +95,7 @@ ENDPOINT = Endpoint(router=router, add_state=add_state_access)
 async def upload_file(request: Request) -> Response:
     """Keep a file: requests for a batch, or a picture for a response."""
     desk = desk_of(request)
-    store = desk.store
-    del store  # refuses before the body is read
+    _ = desk.store  # refuses before the body is read
     fields = read_form(request.headers.get("content-type", ""), await request.body())
     file = required(fields.get("file"), "file")
     purpose = required(fields.get("purpose"), "purpose").content.decode(errors="replace")

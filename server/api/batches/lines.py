@@ -23,7 +23,8 @@ from server.edge.http.json_body import check_num_items
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 MAX_ID_CHARS = 512
-_TAIL_BYTES = 64 * 1024
+_BEGINS = b'{"id":"batch_req_'
+"""Beginning of each line that is written here."""
 
 
 class BatchFileError(Exception):
@@ -201,28 +202,27 @@ def open_output(path: Path) -> Generator[OutputFile, None, None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BatchFileError(f"{path} is being written by another run") from None
-        _remove_half_line(descriptor)
-        yield OutputFile(descriptor, _answered_ids(path))
+        answered_ids, end = _answered_ids(path)
+        os.ftruncate(descriptor, end)
+        yield OutputFile(descriptor, answered_ids)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _remove_half_line(descriptor: int) -> None:
-    """Cut the file behind its last line break. The request of that line is sent again."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        last_break = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if last_break >= 0:
-            os.ftruncate(descriptor, start + last_break + 1)
-            return
-        end = start
-    os.ftruncate(descriptor, 0)
+def _answered_ids(path: Path) -> tuple[frozenset[str], int]:
+    """Ids of the whole lines, and where these end: a request whose answer was cut off is sent again.
 
-
-def _answered_ids(path: Path) -> frozenset[str]:
+    Raises BatchFileError for a line that was not written here: another file must not lose its end.
+    """
+    ids, end = set[str](), 0
     with path.open("rb") as file:
-        return frozenset(
-            _request(line, f"{path} line {number}").custom_id for number, line in _numbered_lines(file)
-        )
+        for number, line in _numbered_lines(file):
+            where = f"{path} line {number}"
+            # After a power cut there may be zeros where bytes were to come.
+            if not _BEGINS.startswith(line.strip(b"\0")[: len(_BEGINS)]):
+                raise BatchFileError(f"{where} is no answer of a batch; name another file for the answers")
+            if line.endswith(b"\n"):
+                ids.add(_request(line, where).custom_id)
+                end = file.tell()
+    return frozenset(ids), end

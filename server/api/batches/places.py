@@ -24,6 +24,10 @@ class FairPlaces:
         """Waiting work of each owner; an owner that has got a place goes to the end."""
         self._rests_until_s: dict[str, float] = {}
 
+    def has_room(self, owner: str) -> bool:
+        """Whether work of this owner that comes now has a place at once."""
+        return not self._lines and owner not in self._rests_until_s and self._held.total() < self.num_places
+
     @asynccontextmanager
     async def held_by(self, owner: str) -> AsyncIterator[None]:
         """Hold a place, after the rest of its owner."""

@@ -24,6 +24,8 @@ MAX_OPEN_BATCHES_OF_OWNER = 100
 MAX_BATCHES_OF_OWNER = 1000
 TTL_S = 30 * 24 * 3600
 """Age at which files, and batches that have ended, are deleted."""
+RESPONSE_TTL_S = 24 * 3600
+"""Age at which responses that have ended are deleted."""
 PIECE_BYTES = 256 * 1024
 OPEN_STATUSES = ("validating", "in_progress", "cancelling")
 _OPEN = f"status IN {OPEN_STATUSES}"
@@ -99,7 +101,6 @@ class ResponseBounds:
 
     max_responses: int
     max_bytes: int
-    ttl_s: float
 
 
 def open_store(folder: str, *, max_bytes: int) -> "StateStore":
@@ -184,7 +185,7 @@ class StateStore:
             return database.execute(statement, (owner, file_id)).rowcount > 0
 
     def delete_old(self, now_s: int) -> None:
-        """Delete files, and batches at their end, of an age of TTL_S."""
+        """Delete files, batches and responses at their end that are too old."""
         with self._transaction() as database:
             database.execute(
                 "DELETE FROM files WHERE created_at < ? AND batch IS NULL"
@@ -192,6 +193,8 @@ class StateStore:
                 (now_s - TTL_S,),
             )
             database.execute(f"DELETE FROM batches WHERE NOT {_OPEN} AND {_CREATED} < ?", (now_s - TTL_S,))
+            old_s = now_s - RESPONSE_TTL_S
+            database.execute("DELETE FROM responses WHERE is_open = 0 AND changed_at < ?", (old_s,))
 
     def _require_room(self, num_bytes: int) -> None:
         """Raise StorageFull if the disk has no room, or all that is kept would be more than is allowed."""
@@ -333,12 +336,12 @@ class StateStore:
                 (now_s, body, response_id),
             )
             database.execute(
-                "DELETE FROM responses WHERE is_open = 0 AND (changed_at < ? OR number IN ("
+                "DELETE FROM responses WHERE is_open = 0 AND number IN ("
                 " SELECT number FROM (SELECT number, row_number() OVER newest AS place,"
                 " sum(length(request) + length(body)) OVER newest AS num_bytes FROM responses"
                 " WHERE is_open = 0 WINDOW newest AS (ORDER BY changed_at DESC, number DESC))"
-                " WHERE place > ? OR num_bytes > ?))",
-                (now_s - bounds.ttl_s, bounds.max_responses, bounds.max_bytes),
+                " WHERE place > ? OR num_bytes > ?)",
+                (bounds.max_responses, bounds.max_bytes),
             )
 
     def delete_response(self, owner: str, response_id: str) -> None:

@@ -170,8 +170,8 @@ async def _answer(request: Request, body: LlamaFields, said: dict[str, Any], ori
         del fields["seed"]
     if body.n_predict is not None and body.n_predict >= 0:
         fields["max_tokens"] = max(body.n_predict, 1)
-    if body.grammar or body.json_schema is not None:
-        fields["structured_outputs"] = without_nones({"grammar": body.grammar, "json": body.json_schema})
+    asked = {"grammar": body.grammar or None, "json": body.json_schema}
+    fields["structured_outputs"] = without_nones(asked) or None
     of_infill = [(r"\bsuffix\b", "input_suffix")] if isinstance(body, InfillRequest) else []
     with in_words(*_NAMES, *of_infill):
         made = await fitting_completion(edge.engine, built(CompletionRequest, fields), origin)

@@ -25,7 +25,7 @@ from server.reply.generate.long_reply import reply_of
 from server.reply.generate.protocol import INT32_MAX, ServiceFields, Text
 
 _AS_TEXTS = BeforeValidator(
-    lambda value: [value] if isinstance(value, str) else value,
+    lambda value: [value] * bool(value) if isinstance(value, str) else value,
     json_schema_input_type=Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)],
 )
 

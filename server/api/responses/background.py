@@ -18,7 +18,6 @@ from starlette.types import Scope
 
 from engine.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from engine.logs.lines import fields
-from engine.types import GenerationRequest
 from server.api.batches.places import FairPlaces
 from server.api.responses.event_log import EventLog
 from server.api.responses.events import ResponseStream
@@ -49,7 +48,7 @@ class Work:
     """The key that asked for it, by name; empty where there are no keys."""
     task: ResponseTask
     making: Making | None = None
-    """The prepared response; None: it is prepared when its turn has come."""
+    """The prepared response, for the first try; None: it is prepared when its turn has come."""
     save: Callable[[dict[str, Any]], Awaitable[None]]
     """Keeps the response object at its end."""
     response: dict[str, Any]
@@ -90,6 +89,9 @@ class BackgroundResponses:
         """Make a response, in its turn. `scope`: of the request that asks for it, if one does."""
         if scope is not None:
             end_lease(scope)  # else its reader would keep the model from leaving, for which the work may wait
+        if work.making and work.making.request.at_end and not self.places.has_room(work.owner):
+            work.making.request.at_end()  # else pictures of a long line would fill the shared memory
+            work.making = None
         self._works[response_id] = work
         if work.events is not None:
             self._logs[response_id] = work.events
@@ -155,38 +157,32 @@ class BackgroundResponses:
 
     async def _end_of(self, response_id: str, work: Work) -> list[dict[str, Any]]:
         """Generate; return the events of the end, which are read only once the response is kept."""
+        unbegun: dict[str, Any] = {}
         try:
             last = await self._generate(work)
         except asyncio.CancelledError:
             if not work.is_cancelled:  # the server ends
                 raise
-            if work.reply is None:
-                work.response = work.response | {"status": "cancelled"}
-                return []
-            last = work.reply.cancel()
+            last = work.reply.cancel() if work.reply else []
+            unbegun = {"status": "cancelled"}
         except Exception as error:  # noqa: BLE001 -- describe has a row for each
             described = describe(error, response_id)
             log_failure(error, described, response_id)
             self._edge.metrics.count_error(described.code)
-            if work.reply is None:
-                said = {"code": "server_error", "message": described.message}
-                work.response = work.response | {"status": "failed", "error": said}
-                return []
-            last = work.reply.fail(described)
-        assert work.reply is not None
-        work.response = work.reply.response
+            last = work.reply.fail(described) if work.reply else []
+            unbegun = {"status": "failed", "error": {"code": "server_error", "message": described.message}}
+        work.response = work.reply.response if work.reply else work.response | unbegun
         return last
 
     async def _generate(self, work: Work) -> list[dict[str, Any]]:
         """Generate, and try again for up to a day while there is no room."""
         while True:
-            request: GenerationRequest | None = None
             try:
                 async with self.places.held_by(work.owner), held(work.edge):
-                    making = work.making or await begin_making(work.edge, work.task)
-                    reply, request = making.reply, making.request
-                    work.reply = reply
-                    async with aclosing(work.edge.engine.generate_all([request])) as outputs:
+                    # Once: the end of a request lets its pictures go, so that a further try makes its own.
+                    making, work.making = work.making or await begin_making(work.edge, work.task), None
+                    reply = work.reply = work.reply or making.reply
+                    async with aclosing(work.edge.engine.generate_all([making.request])) as outputs:
                         async for place, output in outputs:
                             self._add(work, reply.update(place, output))
                             work.response = reply.response
@@ -195,7 +191,8 @@ class BackgroundResponses:
                 has_begun = work.reply is not None and work.reply.has_begun
                 is_late = time.monotonic() - work.began_s > _GIVE_UP_S
                 is_final = has_begun or is_late or getattr(error, "code", "") == "model_broken"
-                if is_final or (isinstance(error, DeadlineExceeded) and _has_limits(request)):
+                has_limit = not isinf(work.task.origin.terms.time_limits.nearest_s)  # the client's own
+                if is_final or (has_limit and isinstance(error, DeadlineExceeded)):
                     raise
                 self.places.rest(work.owner, getattr(error, "retry_after_s", 0.0))
 
@@ -218,11 +215,3 @@ class BackgroundResponses:
             before = largest.num_bytes
             largest.drop_half()
             self._num_event_bytes += largest.num_bytes - before
-
-
-def _has_limits(request: GenerationRequest | None) -> bool:
-    """Whether the client itself has set a limit of time."""
-    if request is None:
-        return False
-    limits = request.terms.time_limits
-    return not all(map(isinf, (limits.queue_s, limits.first_token_s, limits.total_s)))

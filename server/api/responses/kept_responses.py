@@ -17,13 +17,7 @@ from server.api.batches.store import ResponseBounds, ResponseRow, StateStore
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.making import ResponseTask, stored_response
 from server.api.responses.protocol import InputItem, ResponsesRequest
-from server.api.responses.store import (
-    MAX_RESPONSES,
-    RESPONSE_TTL_S,
-    ResponseStore,
-    StoredResponse,
-    weigh,
-)
+from server.api.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse, weigh
 from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, Caller
 from server.edge.error_replies import InvalidApiKey, ModelNotFound
@@ -45,9 +39,7 @@ class KeptResponses:
     def __init__(self, store: ResponseStore, desk: StateAccess, settings: EdgeSettings) -> None:
         self._store = store
         self._desk = desk
-        self._bounds = ResponseBounds(
-            max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
-        )
+        self._bounds = ResponseBounds(max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes)
 
     @property
     def is_on_disk(self) -> bool:
@@ -94,7 +86,7 @@ class KeptResponses:
     def store_again(self, row: ResponseRow, task: ResponseTask, response: dict[str, Any]) -> None:
         """Store a response that had its end before the restart."""
         stored = stored_response(row.owner, task.body, task.earlier, response)
-        self._store.add(row.id, stored, now_s=time.monotonic())
+        self._store.add(row.id, stored, now_s=time.monotonic() - settled_time_s() + row.changed_s)
 
     async def ids(self) -> list[str]:
         """List what is on disk, the response that changed last at the end."""
@@ -174,6 +166,7 @@ def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:
     origin = Origin(
         reply_id=row.id,
         terms=service_terms(body, key, written["tenant"]),
+        model=body.model,
         max_tenant_tokens=key.max_queued_tokens if key else None,
         allowance=Allowance(keys.rates, key, Caller.CLIENT),
     )

@@ -111,6 +111,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
     # The request is checked, and its prompt made, while the client can still be answered with an error.
     task = replace(task, origin=task.origin.beyond_request())
     making = await begin_making(edge, task)
+    background.require_place(owner)  # others may have come meanwhile
     events = making.reply.queue()
     response = making.reply.response
     await kept.begin(owner, task, response)
@@ -122,6 +123,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         owner=owner,
         task=task,
         making=making,
+        reply=making.reply,
         save=kept.saver(owner, task),
         response=response,
         events=log,

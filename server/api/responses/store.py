@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from server.api.batches.store import RESPONSE_TTL_S
 from server.api.responses.protocol import InputItem
 
 MAX_RESPONSES = 1000
-RESPONSE_TTL_S = 86_400.0
-"""Time for which a stored response is kept after its last use."""
 _ITEM_BYTES = 1536
 _PART_BYTES = 768
 """Bytes of the objects around the text; measured, an item with one part: 1.3 to 1.9 KB."""
@@ -46,7 +45,8 @@ def weigh(items: Iterable[InputItem]) -> int:
     for item in items:
         parts = [*(item.content or ()), *(item.output or ()), *(item.summary or ())]
         num_chars = sum(len(part.text or "") + len(part.refusal or "") for part in parts)
-        num_chars += len(item.arguments or "")
+        others = (item.arguments, item.input, item.encrypted_content, item.action, item.tools)
+        num_chars += sum(len(str(each)) for each in others if each is not None)
         num_bytes += sum(len(part.image_url or "") for part in parts)  # of one byte each, as all URLs are
         num_bytes += _ITEM_BYTES + _PART_BYTES * len(parts) + 4 * num_chars
     return num_bytes
@@ -61,7 +61,7 @@ class _Entry:
 class ResponseStore:
     """An LRU of responses. All times are seconds of one clock, the caller's."""
 
-    def __init__(self, *, max_responses: int, max_bytes: int, ttl_s: float) -> None:
+    def __init__(self, *, max_responses: int, max_bytes: int, ttl_s: float = RESPONSE_TTL_S) -> None:
         """`max_bytes` 0 stores nothing. `ttl_s` counts from the last use."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes

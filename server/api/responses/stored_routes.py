@@ -22,7 +22,7 @@ from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_reque
 from server.api.responses.kept_responses import KeptResponses
 from server.api.responses.models import InputItemPage, ResponseDeletion, ResponseObject
 from server.api.responses.protocol import InputItem, ItemPart, ResponsesRequest
-from server.api.responses.store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseStore, StoredResponse
+from server.api.responses.store import MAX_RESPONSES, ResponseStore, StoredResponse
 from server.edge.error_replies import ResponseNotFound
 from server.edge.http.edge import EdgeSettings, edge_of
 from server.edge.http.endpoint import NO_STORE, documentation_of_one, json_reply
@@ -49,7 +49,7 @@ router = APIRouter()
 def add_store(app: FastAPI, settings: EdgeSettings) -> None:
     """Put the objects that only routes of responses use into the state of the application."""
     app.state.response_store = ResponseStore(
-        max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
+        max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes
     )
     add_state_access(app, settings)
     app.state.kept_responses = KeptResponses(app.state.response_store, app.state.desk, settings)

@@ -6,16 +6,20 @@ Never: measures or decides; every number comes from ModelInfo or the configurati
 
 import asyncio
 import contextlib
+import io
 import json
+import logging
 import math
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import EngineUnavailable
-from engine.logs.setup import ERASE_LINE
+from engine.logs.lines import fields
+from engine.logs.setup import ERASE_LINE, Logs
 from engine.media.pictures import is_installed
 from engine.models.entries import ModelSpec
 from engine.options.edge_config import PageParts
@@ -26,13 +30,7 @@ from server.edge.http.http_client import DEFAULT_URL
 if TYPE_CHECKING:
     from engine.frontend.client import AsyncEngine
 
-
-import io
-import logging
-import sys
-
-from engine.logs.lines import fields
-from engine.logs.setup import Logs
+log = logging.getLogger(__name__)
 
 _UNIX = "unix:"
 _BAR_WIDTH = 20
@@ -237,9 +235,6 @@ class LoadingDisplay:
             return ""
         left_s = (now_s - self._started_s) * (1.0 - fraction) / fraction
         return f"about {left_s:.0f} s left"
-
-
-log = logging.getLogger(__name__)
 
 
 class Announcement:

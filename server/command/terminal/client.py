@@ -114,7 +114,10 @@ def harmless(text: str) -> str:
 
 async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a streamed reply. Raises Failed, ExchangeFailed; closing it stops the server's work."""
-    asked = orjson.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    try:
+        asked = orjson.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    except orjson.JSONEncodeError as error:  # a word that is not UTF-8, a seed of more than 64 bits
+        raise Failed(f"this cannot be sent: {error}") from None
     async with open_stream(target, "POST", path, asked, silence_s=_SILENCE_S) as reply:
         async for data in reply.events():
             if data == b"[DONE]":
@@ -198,7 +201,7 @@ def run_client(command: str, work: Callable[[], None]) -> int:
     """Do the work of a command; return its exit code, after a line about the failure if there was one."""
     try:
         work()
-    except Failed as error:
+    except (Failed, UnicodeDecodeError) as error:  # the latter of the pipe
         say(f"{command}: {error}")
         return EXIT_FAILED
     except ExchangeFailed as error:

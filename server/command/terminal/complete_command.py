@@ -32,16 +32,16 @@ def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
     options = build_parser().parse_args(list(words))
     target = target_of(options)
-    prompt = options.prompt
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise OptionError("tokenyard complete", "there is no PROMPT", "give one, or pipe it in")
-        prompt = sys.stdin.read()
-        if not prompt:
-            raise OptionError("tokenyard complete", "the input is empty", "pipe a text in, or give a PROMPT")
-    fields = {**sampling_of(options), "prompt": prompt}
 
     def complete() -> None:
+        prompt = options.prompt
+        if prompt is None:
+            if sys.stdin.isatty():
+                raise OptionError("tokenyard complete", "there is no PROMPT", "give one, or pipe it in")
+            prompt = sys.stdin.read()
+            if not prompt:
+                raise OptionError("tokenyard complete", "the input is empty", "pipe in a text, or give one")
+        fields = {**sampling_of(options), "prompt": prompt}
         try:
             stats = asyncio.run(_complete(target, options.model, fields))
         except KeyboardInterrupt:

@@ -77,15 +77,18 @@ async def _run(target: Target, path: str, options: argparse.Namespace) -> None:
 
 
 async def _once(target: Target, path: str) -> None:
-    """Show the last of the views of one second."""
+    """Show the last of the views of one second. Raises Failed if there is none, ExchangeFailed."""
     recent, console = Recent(), Console(file=sys.stdout)
     began_s: float | None = None
-    async with aclosing(_views(target, path)) as views:
-        async for view in views:
-            await _take(recent, view, target)
-            began_s = view["time_s"] if began_s is None else began_s
-            if view["time_s"] - began_s >= _SECOND_S:
-                break
+    try:
+        async with asyncio.timeout(_SILENCE_S), aclosing(_views(target, path)) as views:
+            async for view in views:
+                await _take(recent, view, target)
+                began_s = view["time_s"] if began_s is None else began_s
+                if view["time_s"] - began_s >= _SECOND_S:
+                    break
+    except TimeoutError:
+        raise Failed(f"there was no view in {_SILENCE_S:g} s: is the model loaded?") from None
     console.print(screen(recent, target.url, max_rows=_MAX_ROWS))
 
 

@@ -105,6 +105,7 @@ class Allowance:
             self._requests = _Limit("requests", key.max_requests_per_minute, f"requests/{key.name}")
         if key is not None and key.max_tokens_per_minute is not None:
             self._tokens = _Limit("tokens", key.max_tokens_per_minute, f"tokens/{key.name}")
+        self._is_counted = False
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
@@ -115,6 +116,7 @@ class Allowance:
         if self._requests is not None:
             self._require(self._requests, 1)
             self._rates.count(self._requests, 1)
+            self._is_counted = True
 
     def take_prompt(self, num_tokens: int) -> None:
         """Count its prompt, in place of one that was counted before.
@@ -122,7 +124,7 @@ class Allowance:
         Raises RequestRejected if no minute has so many tokens, else RateLimited; then the request does not
         count either, so that one which is sent again counts once.
         """
-        if self._tokens is None:
+        if self._tokens is None or num_tokens == self._num_prompt_tokens:
             return
         num_new = num_tokens - self._num_prompt_tokens
         most = int(self._tokens.most * self._caller.value)
@@ -134,14 +136,15 @@ class Allowance:
         try:
             self._require(self._tokens, num_new)
         except RateLimited:
-            if self._requests is not None:
+            if self._requests is not None and self._is_counted:  # not in a run before this one
                 self._rates.count(self._requests, -1)
             raise
         self._rates.count(self._tokens, num_new)
         self._num_prompt_tokens = num_tokens
 
     def settle(self, num_output_tokens: int) -> None:
-        if self._tokens is not None:
+        """Count its output so far. What counts already stays: a response may outlast its HTTP request."""
+        if self._tokens is not None and num_output_tokens > self._num_output_tokens:
             self._rates.count(self._tokens, num_output_tokens - self._num_output_tokens)
             self._num_output_tokens = num_output_tokens
 

@@ -6,6 +6,7 @@ Source: RFC 9112, sections 6 and 7.1; the event stream format of the HTML standa
 Not h11, which does the same three times as slowly: docs/decisions/dependencies.md#one-http-client.
 """
 
+import re
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ _MAX_CHUNK_BYTES = 256 * 1024 * 1024
 _MAX_CHUNK_LINE_BYTES = 4096
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
 _HEX_DIGITS = frozenset(string.hexdigits.encode())
+_STATUS_LINE = re.compile(r"HTTP/1\.[^ ]* ([0-9]{3})(?: .*)?", re.DOTALL)
 
 
 class ExchangeFailed(Exception):
@@ -74,10 +76,9 @@ class ReplyParser:
             return False
         status_line, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
         del self._buffer[: end + 4]
-        words = status_line.split(" ", 2)
-        if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+        if (found := _STATUS_LINE.fullmatch(status_line)) is None:
             raise ExchangeFailed("not HTTP", f"the reply starts with {status_line[:60]!r}")
-        status = int(words[1])
+        status = int(found[1])
         if 100 <= status < 200:
             return True
         self.headers = {
@@ -88,7 +89,7 @@ class ReplyParser:
         self.is_event_stream = is_stream and status == 200
         self._is_chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
         length = self.headers.get("content-length", "")
-        self._left = int(length) if length.isdigit() and not self._is_chunked else None
+        self._left = int(length) if length.isdecimal() and len(length) < 19 and not self._is_chunked else None
         return True
 
     def _read_plain(self) -> bytes:

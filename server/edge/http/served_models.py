@@ -143,17 +143,21 @@ async def lease_model(request: Request, *, is_patient: bool = False, is_stream: 
     waiting = Waiting.IN_LINE if asked == "yes" else Waiting.REFUSED
     if asked == "yes" and (is_patient or request.scope.get(OWNER_NAME) is not None):
         waiting = Waiting.BACKGROUND
+
+    async def take() -> None:
+        await place.lease(waiting)
+        request.scope[_LEASE] = place  # before anything else is awaited, which may be cancelled
+
     silence_s = edge.patience.keep_alive_s if is_stream else 0.0
     commenting = asyncio.create_task(comment_on_load(request.scope, edge.engine.health, silence_s))
     try:
-        await while_connected(request.receive, place.lease(waiting))
+        await while_connected(request.receive, take())
     except (EngineUnavailable, Overloaded) as error:
         if not models_of(request).shows(edge, key_of(request.scope)):
             error.args = (f"{request.scope[_NAME]} cannot be served now; try again later",)
         raise
     finally:
         commenting.cancel()
-    request.scope[_LEASE] = place
 
 
 def end_lease(scope: Scope) -> None:

@@ -73,10 +73,10 @@ class Origin:
     note: Note = field(default=list, compare=False)
 
     def beyond_request(self) -> "Origin":
-        """The same with a record of its own: that of the HTTP request ends with it."""
+        """The same with a record of its own, and without the client: both end with the HTTP request."""
         journal = Journal()
         journal.reply_id = self.reply_id
-        return replace(self, journal=journal)
+        return replace(self, journal=journal, receive=stay_connected)
 
     def settle(self) -> None:
         """Count its output so far against the limits of its key."""

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.edge.http.connections import cut_off
+
 SENT_AT_ONCE = 256 * 1024
 """Bytes of a reply that are sent in one turn of the event loop."""
 _JSON = "application/json"
@@ -42,15 +44,19 @@ class LongReply(Response):
         *,
         media_type: str = _JSON,
     ) -> None:
-        """`num_bytes`: of all pieces together."""
+        """`num_bytes`: of all pieces together; with fewer, as of a file that was deleted, it is cut off."""
         super().__init__(headers={**(headers or {}), "content-length": str(num_bytes)}, media_type=media_type)
-        self._pieces = pieces
+        self._pieces, self._num_left = pieces, num_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for part in _parts(self._pieces):
             await send({"type": "http.response.body", "body": part, "more_body": True})
+            self._num_left -= len(part)
             await asyncio.sleep(0)
+        if self._num_left:
+            await cut_off(scope, receive)
+            return
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -86,6 +86,15 @@ def test_a_port_in_use_is_found(tiny_model: Path, no_survey, capsys) -> None:
     assert report.endswith("\nIt would not start: see port.\n")
 
 
+def test_the_ports_of_probes_and_of_admin_routes_are_tried_too(tiny_model: Path, examine, no_survey) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        port = owner.getsockname()[1]
+        for flag, topic in (("--health-port", "health port"), ("--admin-port", "admin port")):
+            code, found = examine(str(tiny_model), flag, str(port))
+            assert (code, found[topic]["verdict"]) == (1, "fault")
+            assert found[topic]["what"].startswith(f"{flag} {port}: ")
+
+
 def test_the_port_is_free_again_afterwards(tiny_model: Path, no_survey) -> None:
     port = free_port()
     assert main(["doctor", str(tiny_model), "--port", str(port)]) == 0

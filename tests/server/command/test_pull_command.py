@@ -256,6 +256,17 @@ def test_without_a_network_it_says_so_and_what_else_can_be_done(tmp_path) -> Non
         assert part in done.stderr
 
 
+def test_a_cache_that_takes_nothing_is_no_fault_of_the_hub(hub, tmp_path) -> None:
+    home = tmp_path / "home"
+    home.write_text("a file")
+    done = pull(home, hub.url, "org/good")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.startswith("tokenyard pull: [Errno"), done.stderr
+    assert str(home) in last
+    assert "HF_HOME" in last
+
+
 def written_by(home: Path) -> set[str]:
     """Files near the cache, with those that a transfer leaves anywhere above it."""
     return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}

@@ -5,14 +5,16 @@ import dataclasses
 import json
 import resource
 
+import httpx
 import pytest
 
 from server.api.batches.app_client import AppClient
 from server.api.batches.lines import BatchFileError, numbered_requests
 from server.api.batches.places import FairPlaces
 from server.api.batches.queue import BatchQueue
+from server.api.batches.store import StateStore
 from server.app import build_app
-from tests.server.conftest import EDGE, Settings, connect
+from tests.server.conftest import EDGE, Settings, connect, serving
 
 KEYS = {"authorization": "Bearer a"}
 OTHER = {"authorization": "Bearer b"}
@@ -94,6 +96,26 @@ async def test_a_large_file_is_sent_part_by_part_so_that_others_have_their_turn(
     assert (reply.text, reply.headers["cache-control"]) == (content, "no-store")
     assert reply.headers["content-type"] == "application/octet-stream"
     assert max(sizes) == 100
+
+
+async def test_a_file_that_is_deleted_while_it_is_read_breaks_off_and_is_no_fault_of_the_server(
+    app, client, monkeypatch
+):
+    file_id, part, num_read = await upload(client, "x" * 1000), StateStore.part, 0
+
+    def part_of_what_is_there(store, file_id: str, after: int):
+        nonlocal num_read
+        num_read += 1
+        assert store.delete_file("key-1", file_id)
+        return part(store, file_id, after)
+
+    monkeypatch.setattr(StateStore, "part", part_of_what_is_there)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, headers=KEYS) as outside:
+        with pytest.raises(httpx.TransportError):
+            await outside.get(f"/v1/files/{file_id}/content")
+    assert num_read == 1
+    labels = {"code": "internal_error"}
+    assert not app.state.edge.metrics.registry.get_sample_value("tokenyard:request_errors_total", labels)
 
 
 async def test_what_one_key_keeps_is_not_there_for_another(client):

@@ -12,7 +12,16 @@ import pytest
 
 from engine.options.declaration import OptionError
 from server.api.batches.database import StorageFull
-from server.api.batches.store import TTL_S, Answer, ListPage, NewFile, OwnerFull, ResponseRow, open_store
+from server.api.batches.store import (
+    RESPONSE_TTL_S,
+    TTL_S,
+    Answer,
+    ListPage,
+    NewFile,
+    OwnerFull,
+    ResponseRow,
+    open_store,
+)
 from tests.server.api.batches.test_faults_of_batches import content_of
 
 MANY = 1 << 30
@@ -145,6 +154,16 @@ def test_files_and_batches_are_deleted_after_a_time_unless_a_batch_under_way_rea
     assert {each["id"] for each in store.files("a", ALL, None)} == {read, young}
     assert {each["id"] for each in store.batches("a", ALL)} == {"batch_1", "batch_3"}
     assert content_of(store, unread) == b""
+
+
+def test_responses_at_their_end_are_deleted_after_a_day(store):
+    for id_, is_open in (("ended", False), ("open", True)):
+        row = ResponseRow(id=id_, owner="a", is_open=is_open, changed_s=0, request=b"{}", body=b"{}")
+        store.add_response(row)
+    store.delete_old(RESPONSE_TTL_S)
+    assert store.response_ids() == ["ended", "open"]
+    store.delete_old(RESPONSE_TTL_S + 1)
+    assert store.response_ids() == ["open"]
 
 
 def test_batches_count_against_the_bound_and_of_many_the_oldest_goes(folder, monkeypatch):

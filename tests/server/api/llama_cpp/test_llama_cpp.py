@@ -60,8 +60,10 @@ async def test_a_grammar_or_a_schema_binds_the_text(client, engine):
     await client.post(COMPLETION, json={"prompt": "a", "n_predict": 1, "grammar": 'root ::= "a"'})
     await client.post(COMPLETION, json={"prompt": "a", "n_predict": 1, "json_schema": {"type": "object"}})
     await client.post(COMPLETION, json={"prompt": "a", "n_predict": 1, "grammar": ""})
+    both = {"grammar": "", "json_schema": {"type": "array"}}
+    await client.post(COMPLETION, json={"prompt": "a", "n_predict": 1, **both})
     texts = [request.params.grammar and request.params.grammar.text for request in engine.requests]
-    assert texts == ['root ::= "a"', '{"type":"object"}', None]
+    assert texts == ['root ::= "a"', '{"type":"object"}', None, '{"type":"array"}']
 
 
 async def test_properties_name_the_window_and_the_template(client, engine):

@@ -168,7 +168,9 @@ async def test_a_model_that_makes_vectors_makes_them_in_ollamas_words_too(client
     older = (await client.post("/api/embeddings", json={"prompt": "abc"})).json()
     OllamaVector.model_validate(older, strict=True)
     assert older["embedding"] == vectors[0]
-    assert (await client.post("/api/embed", json={"model": "fake"})).json()["embeddings"] == []
+    for nothing in ({}, {"input": ""}, {"input": []}):
+        reply = (await client.post("/api/embed", json={"model": "fake", **nothing})).json()
+        assert reply["embeddings"] == []
     assert (await client.post("/api/embeddings", json={})).json() == {"embedding": []}
 
 

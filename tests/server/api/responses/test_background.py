@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 import httpx
 import openai
@@ -10,8 +11,10 @@ import pytest
 
 from engine.errors import EngineUnavailable, Overloaded, RequestFailed
 from engine.types import FinishReason
+from server.api.responses import kept_responses
 from server.api.responses.kept_responses import go_on
 from server.api.responses.models import ResponseEvent, ResponseObject
+from server.api.responses.store import RESPONSE_TTL_S
 from server.app import build_app
 from tests.server.api.responses.test_responses import PATH, create, refused
 from tests.server.conftest import EDGE, Settings, connect, eventually, serving
@@ -143,6 +146,22 @@ async def test_the_stream_of_one_that_is_cancelled_ends(app, engine):
         assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
 
 
+async def test_the_stream_of_one_that_is_cancelled_before_its_turn_ends_alike(app, engine):
+    app.state.background.places.num_places = 0
+    async with connect(app) as client:
+        body = {"input": "hello", "background": True, "stream": True}
+        streaming = asyncio.create_task(client.post(PATH, json=body))
+        await eventually(lambda: app.state.background._works)
+        (response_id,) = app.state.background._works
+        cancelled = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+        ResponseObject.model_validate(cancelled, strict=True)
+        *_, queued, last = parsed((await streaming).text)
+    assert queued["type"] == "response.queued"
+    assert (last["type"], last["response"]) == ("response.incomplete", cancelled)
+    assert cancelled["status"] == "cancelled"
+    assert not engine.requests
+
+
 async def test_one_in_line_waits_for_room_and_for_the_engine(client, engine, monkeypatch):
     engine.admission_error = Overloaded("full", retry_after_s=0.01)
     made = await create(client, background=True, max_output_tokens=1)
@@ -184,6 +203,24 @@ async def test_it_is_there_only_for_the_key_that_made_it_and_each_key_has_a_boun
         for method, path in (("GET", place), ("DELETE", place), ("POST", f"{place}/cancel")):
             assert (await client.request(method, path, headers=yours)).status_code == 404
         assert (await client.get(place, headers=mine)).json()["status"] in ("queued", "in_progress")
+
+
+async def test_the_bound_of_a_key_holds_for_responses_that_are_prepared_at_the_same_time(
+    app, engine, monkeypatch
+):
+    monkeypatch.setattr("server.api.responses.background.MAX_UNDER_WAY_OF_OWNER", 3)
+    engine.stall_after, encode = 1, engine.encode_chat
+
+    async def encode_later(chat):
+        await asyncio.sleep(0)
+        return await encode(chat)
+
+    monkeypatch.setattr(engine, "encode_chat", encode_later)
+    async with connect(app) as client:
+        body = {"input": "hi", "background": True}
+        replies = await asyncio.gather(*(client.post(PATH, json=body) for _ in range(8)))
+        assert sorted(reply.status_code for reply in replies) == [200] * 3 + [429] * 5
+        await app.state.background.close()
 
 
 async def test_a_response_of_another_key_has_the_next_place(engine):
@@ -272,8 +309,10 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         earlier = await create(client, input="ab", background=True, max_output_tokens=2)
         done = await ended(client, earlier["id"])
         engine.stall_after = 1
+        await engine.load_adapter("tuned", "good", replaces=False)
         made = await create(
             client,
+            model="tuned",
             input="cd",
             background=True,
             previous_response_id=earlier["id"],
@@ -294,6 +333,7 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert await ended(client, done["id"]) == done
         response = await ended(client, made["id"])
         assert response["status"] == "completed"
+        assert (made["model"], response["model"]) == ("tuned", "tuned")
         assert response["created_at"] == made["created_at"]
         assert (engine.requests[-1].terms.priority, engine.requests[-1].terms.tenant) == (LOWEST, "u")
         assert [message["content"] for message in engine.chats[-1][0]] == ["ab", "AB", "cd"]
@@ -306,6 +346,22 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert (await client.get(f"{PATH}/{made['id']}")).status_code == 404
         following = await create(client, input="gh", previous_response_id=done["id"], max_output_tokens=1)
         assert following["status"] == "completed"
+
+
+async def test_a_restart_does_not_prolong_the_day_of_a_response(engine, with_folder, monkeypatch):
+    first = with_folder()
+    async with connect(first) as client:
+        made = await create(client, background=True, max_output_tokens=1)
+        await ended(client, made["id"])
+    await eventually(lambda: not first.state.background._works)
+    first.state.desk.close()
+    later_s = kept_responses.settled_time_s() + 1000
+    monkeypatch.setattr(kept_responses, "settled_time_s", lambda: later_s)
+    second = with_folder()
+    await go_on(second)
+    store = second.state.response_store
+    assert store.num_bytes > 0
+    assert not store.find(made["id"], owner="", now_s=time.monotonic() + RESPONSE_TTL_S - 500)
 
 
 async def test_one_at_its_end_is_gone_on_from_while_it_is_written_to_disk(engine, tmp_path, monkeypatch):

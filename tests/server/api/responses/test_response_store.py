@@ -66,6 +66,20 @@ def test_the_weight_of_a_conversation_is_at_least_its_memory():
     assert num_bytes <= weigh(kept) < 4 * num_bytes
 
 
+def test_each_field_that_may_be_long_has_its_weight():
+    text = "x" * 100_000
+    tool = {"type": "function", "name": "f", "parameters": {"description": text}}
+    for field, value in (
+        ("arguments", text),
+        ("input", text),
+        ("encrypted_content", text),
+        ("action", {"command": [text]}),
+        ("tools", [tool]),
+    ):
+        item = InputItem.model_validate({"type": "custom_tool_call", field: value})
+        assert weigh([item]) >= len(text), field
+
+
 def test_a_picture_weighs_as_much_as_its_url():
     url = f"data:image/png;base64,{'A' * 100_000}"
     for name in ("content", "output"):

@@ -13,7 +13,14 @@ from engine.errors import Overloaded, RequestFailed
 from engine.options.options import OptionError
 from engine.processes.engine_processes import GaveUp
 from engine.types import FinishReason
-from server.api.batches.lines import BatchFileError, BatchRequest, LineFault, check_input, open_output
+from server.api.batches.lines import (
+    BatchFileError,
+    BatchRequest,
+    LineFault,
+    check_input,
+    fault_line,
+    open_output,
+)
 from server.api.batches.run import BatchRun, ServerLost
 from server.app import build_app
 from server.command.batch import command as cli
@@ -187,6 +194,23 @@ def test_an_input_that_would_make_the_output_ambiguous_is_refused(files, content
     files[0].write_text(content)
     with pytest.raises(BatchFileError, match=word):
         check_input(files[0])
+
+
+@pytest.mark.parametrize("content", ["a note", f"{line('a')}\n{line('b')}", f"a note\n{line('b')}\n"])
+def test_a_file_that_has_something_else_is_not_written_over(files, content):
+    files[1].write_text(content)
+    with pytest.raises(BatchFileError, match="line 1 is no answer"), open_output(files[1]):
+        pass
+    assert files[1].read_text() == content
+
+
+def test_zeros_where_a_power_cut_left_an_answer_are_removed(files):
+    whole = fault_line("a", "x")
+    for rest in (b"", whole[:9], b"\0" * 50, whole[:9] + b"\0" * 50):
+        files[1].write_bytes(whole + rest)
+        with open_output(files[1]) as output:
+            assert output.answered_ids == {"a"}
+        assert files[1].read_bytes() == whole
 
 
 def test_two_runs_cannot_write_one_file(files):

@@ -101,7 +101,7 @@ async def at_a_terminal(*words: str) -> AsyncIterator[tuple[Terminal, asyncio.su
         os.close(ours)
 
 
-async def through_pipes(*words: str, text: str = "") -> tuple[int, str, str]:
+async def through_pipes(*words: str, text: str | bytes = "") -> tuple[int, str, str]:
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "server", *words),
         cwd=ROOT,
@@ -109,7 +109,8 @@ async def through_pipes(*words: str, text: str = "") -> tuple[int, str, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(child.communicate(text.encode()), WAIT_S)
+    piped = text if isinstance(text, bytes) else text.encode()
+    out, err = await asyncio.wait_for(child.communicate(piped), WAIT_S)
     return child.returncode or 0, out.decode(), err.decode()
 
 
@@ -227,6 +228,22 @@ async def test_without_a_server_it_is_told_how_to_start_one(command):
     assert (code, out) == (69, "")
     assert "tokenyard serve" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "part"),
+    [
+        (("chat",), b"\xff", "utf-8"),
+        (("complete",), b"\xff", "utf-8"),
+        (("complete", "\udcff"), b"", "utf-8"),
+        (("complete", "a", "--seed", "9" * 30), b"", "64-bit"),
+    ],
+)
+async def test_what_cannot_be_sent_is_told_in_one_line(url, words, text, part):
+    code, out, err = await through_pipes(*words, "--base-url", url, text=text)
+    assert (code, out) == (1, "")
+    assert part in err.lower()
+    assert err.count("\n") == 1
 
 
 async def test_a_key_is_asked_for_and_sent(engine):

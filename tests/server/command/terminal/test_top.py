@@ -1,5 +1,6 @@
 """`tokenyard top`: a view as text, refusals in one line, and no character that commands the terminal."""
 
+import asyncio
 import io
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from server.command.cli import main
+from server.command.terminal import top_command
 from server.command.terminal.top_screen import Recent, screen
 
 
@@ -73,6 +75,20 @@ def test_no_server_is_told_with_its_own_code(
 ) -> None:
     assert main(["top", "--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--once"]) == 69
     assert "Start a server" in capsys.readouterr().err
+
+
+async def test_a_model_that_is_not_loaded_has_no_view_and_once_ends_all_the_same(
+    engine, url, monkeypatch, capsys
+) -> None:
+    async def watch():
+        while True:
+            yield b""
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(engine, "watch", watch)
+    monkeypatch.setattr(top_command, "_SILENCE_S", 0.5)
+    assert await asyncio.to_thread(main, ["top", "--base-url", url, "--once"]) == 1
+    assert "is the model loaded?" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 
 import openai
@@ -123,16 +124,31 @@ async def test_truncation_by_trial_counts_the_prompt_once(engine):
     assert reading.headers()["x-ratelimit-remaining-tokens"] == str(1000 - used)
 
 
-async def test_a_response_in_the_background_counts_once(engine):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_in_the_background_counts_once(engine, stream):
     app = build_app(engine, Settings(), keys=KeyRing([key("a", **limited(tokens=100, requests=9))]))
     async with connect(app) as client:
-        body = {"input": "1234", "background": True, "max_output_tokens": 3}
+        body = {"input": "1234", "background": True, "stream": stream, "max_output_tokens": 3}
         made = await client.post("/v1/responses", json=body, headers=as_key("a"))
         await eventually(lambda: not app.state.background._works)
-        await client.get(f"/v1/responses/{made.json()['id']}", headers=as_key("a"))
+        response_id = re.search("resp_[0-9a-f]+", made.text)[0]
+        assert (await client.get(f"/v1/responses/{response_id}", headers=as_key("a"))).status_code == 200
         reply = await client.post("/v1/completions", json=BODY, headers=as_key("a"))
     assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 100 - 4 - 3 - len(BODY["prompt"])
     assert reply.headers["x-ratelimit-remaining-requests"] == "7"
+
+
+def test_a_prompt_that_is_made_again_counts_no_more_and_gives_no_request_back():
+    rates, owner = RateLimits(), key("a", **limited(tokens=10, requests=5))
+    first = Allowance(rates, owner, Caller.CLIENT)
+    first.take_request()
+    first.take_prompt(6)
+    first.settle(20)
+    first.take_prompt(6)
+    of_the_run_before = Allowance(rates, owner, Caller.CLIENT)
+    with pytest.raises(RateLimited):
+        of_the_run_before.take_prompt(6)
+    assert first.headers()["x-ratelimit-remaining-requests"] == "4"
 
 
 async def test_lines_of_a_batch_count_once_and_leave_half_to_clients(engine, tmp_path, clock):

@@ -42,6 +42,16 @@ def test_an_early_hint_is_not_the_reply() -> None:
     assert (reply.status, reply.headers) == (200, {"content-length": "3"})
 
 
+def test_numbers_are_of_plain_digits_and_of_a_few() -> None:
+    for status in (b"2\xb20", b"20", b"2000", b"9" * 5000):
+        with pytest.raises(ExchangeFailed):
+            ReplyParser().feed(b"HTTP/1.1 " + status + b" OK\r\n\r\n")
+    for length in (b"\xb2", b"9" * 5000):  # no length at all
+        reply = ReplyParser()
+        assert reply.feed(b"HTTP/1.1 200 OK\r\ncontent-length: " + length + b"\r\n\r\nabc") == b"abc"
+        assert not reply.is_complete
+
+
 def test_only_a_success_is_a_stream_of_events() -> None:
     found = []
     for status in (b"200 OK", b"503 No"):

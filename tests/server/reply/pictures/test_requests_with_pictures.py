@@ -62,9 +62,11 @@ class SeeingEngine(FakeEngine):
 
     async def generate(self, request):
         self.num_segments.append(sum((SHARED_MEMORY / each.segment).exists() for each in request.payloads))
-        async for output in super().generate(request):
-            yield output
-        request.at_end()
+        try:
+            async for output in super().generate(request):
+                yield output
+        finally:
+            request.at_end()
 
 
 @pytest.fixture
