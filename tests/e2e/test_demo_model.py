@@ -137,11 +137,6 @@ def test_plain_text_goes_on_as_a_story(demo: Demo) -> None:
     assert len(demo.complete("Once upon a time").split()) >= 40
 
 
-@pytest.mark.night
-def test_plain_text_goes_on_counting(demo: Demo) -> None:
-    assert demo.complete("1, 2, 3,").startswith(" 4, 5, 6, 7")
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives_the_tokenizer(text: str) -> None:
