@@ -22,6 +22,8 @@ from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar, GrammarKind
 from tests.checkpoints import write_tokenizer
 from tests.engine.small_tokenizers import sentencepiece_backend, word_piece_backend
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 INTEGER = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"integer"}')
 # Each level doubles what the compiler has to merge.
 ENDLESS = Grammar(
@@ -63,7 +65,7 @@ def timeout_s() -> float:
     return 60.0
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def compiler(tmp_path: Path, timeout_s: float) -> AsyncIterator[GrammarCompiler]:
     write_tokenizer(tmp_path)
     compiler = GrammarCompiler(str(tmp_path), timeout_s=timeout_s)
@@ -79,15 +81,12 @@ def attempt(compiler: GrammarCompiler, tmp_path: Path) -> Try:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Try]:
-    """Those of one process, for tests that leave it as it is."""
+    """Trials in one process, for tests that leave it as it is."""
     folder = tmp_path_factory.mktemp("shared")
     info = info_of(write_tokenizer(folder))
     compiler = GrammarCompiler(str(folder), timeout_s=60.0)
     yield lambda grammar: asyncio.create_task(compiler.compile(grammar, info, param="field"))
     await compiler.close()
-
-
-on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 def used_ticks(pid: int) -> int:
@@ -128,7 +127,6 @@ async def test_what_was_tried_is_not_tried_again_neither_good_nor_bad(compiler, 
     assert compiler._child.pid is None
 
 
-@on_one_loop
 async def test_a_refusal_names_the_field_and_repeats_the_reason_at_bounded_length(shared) -> None:
     with pytest.raises(RequestRejected, match=r"^field: .*unknown name") as caught:
         await shared(Grammar(kind=GrammarKind.LARK, text=f"start: x{'y' * 60_000}"))
@@ -196,7 +194,6 @@ async def test_what_fails_after_its_first_token_is_refused_before_a_model_writes
 
 
 @pytest.mark.parametrize("text", ["yes", "[a-z]+", "(a|)", "😀{2,}", '[^"]*'])
-@on_one_loop
 async def test_a_text_that_is_soon_complete_or_never_ends_is_no_failure(shared, text: str) -> None:
     grammar = Grammar(kind=GrammarKind.REGEX, text=text)
     assert (await shared(grammar)).text == text
@@ -271,21 +268,18 @@ async def test_a_refusal_for_a_caller_who_gave_up_is_no_error_in_the_log(compile
     assert "never retrieved" not in caplog.text
 
 
-@on_one_loop
 async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(shared) -> None:
     grammars = [Grammar(kind=GrammarKind.REGEX, text="a" * length) for length in range(1, 41)]
     results = await asyncio.gather(*map(shared, grammars), return_exceptions=True)
     assert [type(result) for result in results] == [Grammar] * 32 + [Overloaded] * 8
 
 
-@on_one_loop
 async def test_what_the_trial_took_goes_with_the_grammar_to_the_scheduler(shared, monkeypatch) -> None:
     monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
     cheap, dear = [(await shared(optional_properties(num))).cost_s for num in (2, 500)]
     assert 0 < cheap < dear / 4
 
 
-@on_one_loop
 async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(shared) -> None:
     tried = await shared(Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n', begins_after=7))
     assert tried.text.startswith("%llguidance")
@@ -296,13 +290,11 @@ async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(shared) -> N
     "text",
     ["", "root", 'root ::= "\\', f'root ::= {"(" * 5000}"a"{")" * 5000}', "root ::= other\n", "start: \0"],
 )
-@on_one_loop
 async def test_noise_is_refused(shared, text: str) -> None:
     with pytest.raises(RequestRejected, match=r"^field: ."):
         await shared(Grammar(kind=GrammarKind.LARK, text=text))
 
 
-@on_one_loop
 async def test_a_grammar_without_any_text_is_refused(shared) -> None:
     with pytest.raises(RequestRejected):
         await shared(Grammar(kind=GrammarKind.REGEX, text=r"[^\s\S]"))
@@ -336,7 +328,6 @@ async def test_a_folder_without_a_tokenizer_is_a_refusal_not_a_crash(tmp_path: P
     await compiler.close()
 
 
-@on_one_loop
 async def test_a_grammar_that_writes_too_slowly_is_refused_by_its_trial(shared) -> None:
     rule = " | ".join(" ".join(["s"] * num) for num in range(2, 13))
     with pytest.raises(RequestRejected, match=r"^field: the plainest text (takes|fails)"):
