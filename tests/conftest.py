@@ -16,8 +16,9 @@ from hypothesis import settings
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
-from tests.e2e.serving import RunningServer, running_server
+from tests.e2e.serving import ROOT, RunningServer, running_server
 from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold, place_of
+from worker.devices.lazy_imports import import_torch, load_shapes
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
@@ -43,6 +44,9 @@ _text_of = cache(Path.read_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") and config.rootpath == ROOT:  # it reads all files of the tier
+        import_torch(os.environ.get("TOKENYARD_TEST_DEVICE", "cpu"))
+        load_shapes()  # some tests foresee what a model takes, as the process of a survey does
     if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr:
         config.option.markexpr = DAY
     _read_certificates_once()
@@ -81,7 +85,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rows = [call._idlist for call in metafunc._calls]  # a word for each `parametrize`
     pairs = covering(rows)
     is_of_night = metafunc.definition.get_closest_marker("night") is not None
-    chosen = pairs if is_of_night else covering(rows, 3, kept=pairs)
+    has_pairs_alone = is_of_night or metafunc.config.option.markexpr == DAY
+    chosen = pairs if has_pairs_alone else covering(rows, 3, kept=pairs)
     for place in chosen - pairs:
         metafunc._calls[place].marks.append(pytest.mark.night.mark)
     metafunc._calls = [metafunc._calls[place] for place in sorted(chosen)]
@@ -110,6 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # searches for garbage took a quarter of what makes many objects
     atexit.register(gc.unfreeze)  # what extension modules made is taken down in the end
 
 

@@ -111,7 +111,7 @@ def run(folder, files, words, times="1"):
     ("words", "long", "crowds", "cases", "read"),
     [
         ((), 0, 0, 6, ["day.read"]),
-        (("-n", "2"), 0, 0, 6, ["day.read"]),
+        pytest.param(("-n", "2"), 0, 0, 6, ["day.read"], marks=pytest.mark.night),
         (("-m", "night"), 5, 0, 4, ["night.read"]),
         (("tests",), 5, 1, 10, ["day.read", "night.read"]),
     ],

@@ -8,9 +8,11 @@ Source: covering arrays, by the greedy method of AETG (Cohen et al., 1997).
 
 import os
 import re
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from functools import update_wrapper
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ NUM_TIMES = int(os.environ.get("HISTORIES", "1"))
 _WHOLE_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(night|alone)\b", re.MULTILINE)
 _HISTORIES = "tests.properties.lengths"
 _WORDS = {
-    NIGHT: re.compile(rf"\b(mark\.night|mark\.pairs|by_day|{re.escape(_HISTORIES)})\b"),
+    NIGHT: re.compile(rf"\b(mark\.night|mark\.pairs|by_day|by_night|{re.escape(_HISTORIES)})\b"),
     ALONE: re.compile(r"\bmark\.alone\b"),
 }
 
@@ -99,6 +101,13 @@ def covering(rows: Sequence[Row], strength: int = 2, *, kept: Iterable[int] = ()
 def by_day(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
     """Values for `parametrize` or a fixture's `params`, of which those not chosen are left to the night."""
     return [each if each in chosen else pytest.param(each, marks=pytest.mark.night) for each in values]
+
+
+def by_night(test: Callable[..., None]) -> Callable[..., None]:
+    """Return a test of another file with the mark of the night, which the other file's has not."""
+    here = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    marked: Callable[..., None] = pytest.mark.night(update_wrapper(here, test))
+    return marked
 
 
 def _groups(row: Row, strength: int) -> set[tuple[Hashable, ...]]:

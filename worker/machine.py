@@ -67,14 +67,14 @@ def free_behind(files: Collection[Path]) -> None:
     The page cache has them for when they are needed again. A mapping that was written to is left alone.
     """
     trim_heaps()
-    for place in find_mapped(files):
+    for place in find_unwritten(files):
         address, num_bytes = ctypes.c_void_p(place.start), ctypes.c_size_t(len(place))
         ctypes.CDLL(None).madvise(address, num_bytes, mmap.MADV_DONTNEED)
 
 
 def once_grown(free: Callable[[], None], root: Path = _MACHINE) -> Callable[[], None]:
-    """Make a function that calls `free` at first, then when much more memory is held than after that."""
-    kept_bytes = -_GROWN_BYTES
+    """Make a function that calls `free` when much more memory is held than now, then than after that."""
+    kept_bytes = _resident_bytes(root)
 
     def free_if_grown() -> None:
         nonlocal kept_bytes
@@ -86,16 +86,21 @@ def once_grown(free: Callable[[], None], root: Path = _MACHINE) -> Callable[[], 
 
 
 def find_mapped(files: Collection[Path], root: Path = _MACHINE) -> list[range]:
-    """Find the addresses at which files are mapped and were not written to."""
-    if not files:
-        return []
+    """Find the addresses at which files are mapped."""
     paths = {os.fsencode(file.resolve()) for file in files}
+    mappings = [line.split(maxsplit=5) for line in _read_bytes(root / "proc/self/maps").splitlines()]
+    places = [words[0].split(b"-") for words in mappings if words[-1] in paths]
+    return [range(int(start, 16), int(end, 16)) for start, end in places]
+
+
+def find_unwritten(files: Collection[Path], root: Path = _MACHINE) -> list[range]:
+    """Find those that were not written to: a look at all pages of the process, for tens of milliseconds."""
+    places = {each.start: each for each in find_mapped(files, root)}
     found, place, is_written = [], range(0), False
-    for line in _read_bytes(root / "proc/self/smaps").splitlines():
+    for line in _read_bytes(root / "proc/self/smaps").splitlines() if places else ():
         words = line.split(maxsplit=5)
         if b"-" in words[0]:
-            start, end = words[0].split(b"-")
-            place = range(int(start, 16), int(end, 16)) if words[-1] in paths else range(0)
+            place = places.get(int(words[0].partition(b"-")[0], 16), range(0))
         elif words[0] == b"Anonymous:":
             is_written = words[1] != b"0"
         elif place and words[:2] == [b"Swap:", b"0"] and not is_written:

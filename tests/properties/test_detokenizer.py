@@ -237,10 +237,10 @@ def test_a_token_costs_microseconds() -> None:
     ids = tokenizer.encode_rendered_chat("hello world, hello there: naïve café\n" * 200)
     for stop in ((), ("###", "\n\nUser:")):
         detokenizer = IncrementalDetokenizer(tokenizer, stop=StopMatcher(stop))
-        started = time.perf_counter()
+        started = time.thread_time()
         for token_id in ids:
             detokenizer.push((token_id,))
-        assert (time.perf_counter() - started) / len(ids) < 100e-6  # measured 1 to 3; a slow machine may pass
+        assert (time.thread_time() - started) / len(ids) < 100e-6  # measured 1 to 3; a slow machine may pass
 
 
 @given(names, st.data(), cuts)

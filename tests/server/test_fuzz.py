@@ -2,11 +2,9 @@
 
 import asyncio
 import random
-import time
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
 
 from tests.server.conftest import eventually, impatient, serving
 
@@ -33,7 +31,7 @@ MARKS += [
     b"\xc3\x28",
     b"1e999",
 ]
-DURATION_S = 4.0
+NUM_ROUNDS = 50
 
 
 def mutated(dice: random.Random) -> bytes:
@@ -85,15 +83,13 @@ def statuses(answer: bytes) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1 ")]
 
 
-@pytest.mark.parametrize("seed", [1])
-async def test_mutated_requests_get_no_5xx_and_leave_a_healthy_server(engine, caplog, seed):
-    dice = random.Random(seed)
+async def test_mutated_requests_get_no_5xx_and_leave_a_healthy_server(engine, caplog):
+    dice = random.Random(1)
     seen: dict[int, int] = {}
-    ends_s = time.monotonic() + DURATION_S
     async with serving(impatient(engine, head_timeout_s=0.5)) as url:
         await sent(url, SEEDS[0], random.Random(0))
         num_tasks = len(asyncio.all_tasks())
-        while time.monotonic() < ends_s:
+        for _ in range(NUM_ROUNDS):
             datas = [mutated(dice) for _ in range(16)]
             for data, answer in zip(
                 datas, await asyncio.gather(*(sent(url, data, dice) for data in datas)), strict=True

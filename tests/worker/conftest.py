@@ -1,10 +1,12 @@
 """Workers over tiny checkpoints, each loaded once per module and given back empty after each test."""
 
 import importlib.util
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.worker.plan_driver import PlanDriver
@@ -21,6 +23,12 @@ collect_ignore = (
 BLOCK_SIZE = 4
 
 MakeCheckpoint = Callable[..., Path]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give each test, with the fixtures that it is the first to use, the same random numbers each time."""
+    torch.default_generator.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

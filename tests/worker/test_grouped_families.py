@@ -105,9 +105,9 @@ def test_tokens_are_those_of_the_model_whatever_befalls_their_sequence(name: str
 LONG_SHAPES: dict[str, tuple[dict[str, Any], int, int, float]] = {
     "gemma3_text": (
         {
-            "num_hidden_layers": 31,
+            "num_hidden_layers": 19,
             "max_position_embeddings": 2048,
-            "layer_types": ["full_attention" if each % 6 == 5 else "sliding_attention" for each in range(31)],
+            "layer_types": ["full_attention" if each % 6 == 5 else "sliding_attention" for each in range(19)],
             "sliding_window": 64,
             "num_key_value_heads": 1,
         },

@@ -11,6 +11,7 @@ from worker.machine import (
     available_memory_bytes,
     control_group_limit_bytes,
     find_mapped,
+    find_unwritten,
     free_behind,
     least_gpu_memory_bytes,
     memory_use,
@@ -204,7 +205,9 @@ def test_a_mapping_is_found_by_a_name_in_any_encoding_unless_it_was_written_to_o
     ]
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/smaps").write_bytes(b"".join(mappings))
-    assert find_mapped([latin], tmp_path) == [range(0x1000, 0x3000)]
+    (tmp_path / "proc/self/maps").write_bytes(b"\n".join(each.partition(b"\n")[0] for each in mappings))
+    assert [each.start for each in find_mapped([latin], tmp_path)] == [0x1000, 0x3000, 0x4000]
+    assert find_unwritten([latin], tmp_path) == [range(0x1000, 0x3000)]
 
 
 def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(machine: Machine) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from tokenizers import decoders
 
 from engine.errors import EngineUnavailable, Overloaded, RequestRejected
@@ -20,6 +21,8 @@ from engine.types import ModelInfo
 from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar, GrammarKind
 from tests.checkpoints import write_tokenizer
 from tests.engine.small_tokenizers import sentencepiece_backend, word_piece_backend
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 INTEGER = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type":"integer"}')
 # Each level doubles what the compiler has to merge.
@@ -62,7 +65,7 @@ def timeout_s() -> float:
     return 60.0
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def compiler(tmp_path: Path, timeout_s: float) -> AsyncIterator[GrammarCompiler]:
     write_tokenizer(tmp_path)
     compiler = GrammarCompiler(str(tmp_path), timeout_s=timeout_s)
@@ -74,6 +77,16 @@ async def compiler(tmp_path: Path, timeout_s: float) -> AsyncIterator[GrammarCom
 def attempt(compiler: GrammarCompiler, tmp_path: Path) -> Try:
     info = info_of(write_tokenizer(tmp_path))
     return lambda grammar: asyncio.create_task(compiler.compile(grammar, info, param="field"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Try]:
+    """Trials in one process, for tests that leave it as it is."""
+    folder = tmp_path_factory.mktemp("shared")
+    info = info_of(write_tokenizer(folder))
+    compiler = GrammarCompiler(str(folder), timeout_s=60.0)
+    yield lambda grammar: asyncio.create_task(compiler.compile(grammar, info, param="field"))
+    await compiler.close()
 
 
 def used_ticks(pid: int) -> int:
@@ -114,9 +127,9 @@ async def test_what_was_tried_is_not_tried_again_neither_good_nor_bad(compiler, 
     assert compiler._child.pid is None
 
 
-async def test_a_refusal_names_the_field_and_repeats_the_reason_at_bounded_length(attempt) -> None:
+async def test_a_refusal_names_the_field_and_repeats_the_reason_at_bounded_length(shared) -> None:
     with pytest.raises(RequestRejected, match=r"^field: .*unknown name") as caught:
-        await attempt(Grammar(kind=GrammarKind.LARK, text=f"start: x{'y' * 60_000}"))
+        await shared(Grammar(kind=GrammarKind.LARK, text=f"start: x{'y' * 60_000}"))
     assert (caught.value.param, caught.value.code) == ("field", "invalid_grammar")
     assert len(str(caught.value)) < 300
 
@@ -181,9 +194,9 @@ async def test_what_fails_after_its_first_token_is_refused_before_a_model_writes
 
 
 @pytest.mark.parametrize("text", ["yes", "[a-z]+", "(a|)", "😀{2,}", '[^"]*'])
-async def test_a_text_that_is_soon_complete_or_never_ends_is_no_failure(attempt, text: str) -> None:
+async def test_a_text_that_is_soon_complete_or_never_ends_is_no_failure(shared, text: str) -> None:
     grammar = Grammar(kind=GrammarKind.REGEX, text=text)
-    assert (await attempt(grammar)).text == text
+    assert (await shared(grammar)).text == text
 
 
 @pytest.mark.night
@@ -255,20 +268,20 @@ async def test_a_refusal_for_a_caller_who_gave_up_is_no_error_in_the_log(compile
     assert "never retrieved" not in caplog.text
 
 
-async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(attempt) -> None:
+async def test_of_many_that_bring_a_grammar_at_once_some_are_sent_away(shared) -> None:
     grammars = [Grammar(kind=GrammarKind.REGEX, text="a" * length) for length in range(1, 41)]
-    results = await asyncio.gather(*map(attempt, grammars), return_exceptions=True)
+    results = await asyncio.gather(*map(shared, grammars), return_exceptions=True)
     assert [type(result) for result in results] == [Grammar] * 32 + [Overloaded] * 8
 
 
-async def test_what_the_trial_took_goes_with_the_grammar_to_the_scheduler(attempt, monkeypatch) -> None:
+async def test_what_the_trial_took_goes_with_the_grammar_to_the_scheduler(shared, monkeypatch) -> None:
     monkeypatch.setattr(grammar_compiler, "_MAX_COST_S", 60.0)
-    cheap, dear = [(await attempt(optional_properties(num))).cost_s for num in (2, 500)]
+    cheap, dear = [(await shared(optional_properties(num))).cost_s for num in (2, 500)]
     assert 0 < cheap < dear / 4
 
 
-async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(attempt) -> None:
-    tried = await attempt(Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n', begins_after=7))
+async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(shared) -> None:
+    tried = await shared(Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n', begins_after=7))
     assert tried.text.startswith("%llguidance")
     assert tried.begins_after == 7
 
@@ -277,14 +290,14 @@ async def test_gbnf_comes_back_as_lark_with_the_rest_of_the_message(attempt) -> 
     "text",
     ["", "root", 'root ::= "\\', f'root ::= {"(" * 5000}"a"{")" * 5000}', "root ::= other\n", "start: \0"],
 )
-async def test_noise_is_refused(attempt, text: str) -> None:
+async def test_noise_is_refused(shared, text: str) -> None:
     with pytest.raises(RequestRejected, match=r"^field: ."):
-        await attempt(Grammar(kind=GrammarKind.LARK, text=text))
+        await shared(Grammar(kind=GrammarKind.LARK, text=text))
 
 
-async def test_a_grammar_without_any_text_is_refused(attempt) -> None:
+async def test_a_grammar_without_any_text_is_refused(shared) -> None:
     with pytest.raises(RequestRejected):
-        await attempt(Grammar(kind=GrammarKind.REGEX, text=r"[^\s\S]"))
+        await shared(Grammar(kind=GrammarKind.REGEX, text=r"[^\s\S]"))
 
 
 @pytest.mark.parametrize(
@@ -315,10 +328,10 @@ async def test_a_folder_without_a_tokenizer_is_a_refusal_not_a_crash(tmp_path: P
     await compiler.close()
 
 
-async def test_a_grammar_that_writes_too_slowly_is_refused_by_its_trial(attempt) -> None:
+async def test_a_grammar_that_writes_too_slowly_is_refused_by_its_trial(shared) -> None:
     rule = " | ".join(" ".join(["s"] * num) for num in range(2, 13))
     with pytest.raises(RequestRejected, match=r"^field: the plainest text (takes|fails)"):
-        await attempt(Grammar(kind=GrammarKind.LARK, text=f"start: s\ns: /[a-z ]/ | {rule}"))
+        await shared(Grammar(kind=GrammarKind.LARK, text=f"start: s\ns: /[a-z ]/ | {rule}"))
 
 
 async def test_tokens_that_are_dear_for_many_choices_are_priced_by_the_trial(

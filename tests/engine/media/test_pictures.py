@@ -42,15 +42,8 @@ from tests.engine.media.made_pictures import (
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory) -> AsyncIterator[PicturePreparer]:
-    """One process for the tests that leave it alive."""
+    """One process for all tests: it starts in 2 s, and another takes its place once it has ended."""
     pictures = pictures_of(tmp_path_factory.mktemp("seeing"))
-    yield pictures
-    await pictures.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def alone(tmp_path: Path) -> AsyncIterator[PicturePreparer]:
-    pictures = pictures_of(tmp_path)
     yield pictures
     await pictures.close()
 
@@ -210,70 +203,60 @@ def test_a_full_memory_is_no_fault_of_the_metadata(monkeypatch) -> None:
 
 
 @on_one_loop
-async def test_pixels_are_counted_before_they_are_decoded(tmp_path) -> None:
-    few = pictures_of(tmp_path, MediaConfig(max_pixels=64 * 48))
-    lease = few.new_lease()
-    await prepared(few, picture(64, 48), lease)
-    with pytest.raises(RequestRejected, match=r"64 x 49 pixels; at most 3072"):
-        await prepared(few, png_of(64, 49, b""), lease)
-    await few.close()
-
-
-@on_one_loop
-async def test_a_killed_decoder_is_one_requests_refusal(alone) -> None:
-    lease = alone.new_lease()
-    await prepared(alone, picture(), lease)
-    pid = alone._child.pid
+async def test_a_killed_decoder_is_one_requests_refusal(shared) -> None:
+    lease = shared.new_lease()
+    await prepared(shared, picture(), lease)
+    pid = shared._child.pid
     os.kill(pid, signal.SIGSTOP)
-    waiting = asyncio.create_task(prepared(alone, picture(seed=1), lease))
+    waiting = asyncio.create_task(prepared(shared, picture(seed=1), lease))
     await asyncio.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RequestRejected, match="too much time or memory"):
         await waiting
-    assert len(left_of(alone)) == 1
-    await prepared(alone, picture(seed=2), lease)
-    assert alone._child.pid != pid
+    assert len(left_of(shared)) == 1
+    await prepared(shared, picture(seed=2), lease)
+    assert shared._child.pid != pid
 
 
 @on_one_loop
-async def test_a_client_that_leaves_keeps_nothing(alone) -> None:
-    lease = alone.new_lease()
-    await prepared(alone, picture(), lease)
-    os.kill(alone._child.pid, signal.SIGSTOP)
-    leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
+async def test_a_client_that_leaves_keeps_nothing(shared) -> None:
+    lease = shared.new_lease()
+    await prepared(shared, picture(), lease)
+    os.kill(shared._child.pid, signal.SIGSTOP)
+    leaving = asyncio.create_task(prepared(shared, picture(seed=1), lease))
     await asyncio.sleep(0.1)
     leaving.cancel()
-    os.kill(alone._child.pid, signal.SIGCONT)
-    next_lease = alone.new_lease()
-    await prepared(alone, picture(seed=2), next_lease)
-    assert len(left_of(alone)) == 2
+    os.kill(shared._child.pid, signal.SIGCONT)
+    next_lease = shared.new_lease()
+    await prepared(shared, picture(seed=2), next_lease)
+    assert len(left_of(shared)) == 2
 
 
 @on_one_loop
-async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(alone) -> None:
-    lease = alone.new_lease()
-    await prepared(alone, picture(), lease)
-    os.kill(alone._child.pid, signal.SIGSTOP)
-    leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
-    while not alone._turns.under_way:
+async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(shared) -> None:
+    lease = shared.new_lease()
+    await prepared(shared, picture(), lease)
+    os.kill(shared._child.pid, signal.SIGSTOP)
+    leaving = asyncio.create_task(prepared(shared, picture(seed=1), lease))
+    while not shared._turns.under_way:
         await asyncio.sleep(0.01)
-    [order] = alone._turns.under_way
+    [order] = shared._turns.under_way
     leaving.cancel()
-    os.kill(alone._child.pid, signal.SIGCONT)
+    os.kill(shared._child.pid, signal.SIGCONT)
     await asyncio.wait([order])
     del order
     await asyncio.sleep(0)
-    assert len(left_of(alone)) == 1
+    assert len(left_of(shared)) == 1
 
 
 @on_one_loop
-async def test_pictures_of_one_request_that_fill_the_memory_are_its_fault(alone) -> None:
-    lease = alone.new_lease()
-    alone._segments.num_bytes_at_most = 150_000
-    await prepared(alone, picture(64, 64), lease)
+async def test_pictures_of_one_request_that_fill_the_memory_are_its_fault(shared, monkeypatch) -> None:
+    lease = shared.new_lease()
+    monkeypatch.setattr(shared._segments, "num_bytes_at_most", 150_000)
+    await prepared(shared, picture(64, 64), lease)
     with pytest.raises(RequestRejected, match="with those before it"):
-        await prepared(alone, picture(64, 64, seed=1), lease)
-    await prepared(alone, picture(32, 32), lease)
+        await prepared(shared, picture(64, 64, seed=1), lease)
+    await prepared(shared, picture(32, 32), lease)
 
 
 def test_the_first_image_of_a_phones_file_is_taken() -> None:
@@ -299,6 +282,7 @@ def test_the_bound_on_pixels_is_the_operators_and_not_pillows(monkeypatch) -> No
     assert decode(picture(), "PNG", max_pixels=64 * 48, least_side=8).size == (64, 48)
 
 
+@pytest.mark.night
 @on_one_loop
 async def test_an_error_of_the_machine_refuses_no_later_picture(tmp_path) -> None:
     pictures = pictures_of(tmp_path)
@@ -314,7 +298,8 @@ async def test_an_error_of_the_machine_refuses_no_later_picture(tmp_path) -> Non
 
 
 @on_one_loop
-async def test_a_request_that_finds_a_long_line_is_counted_as_refused(alone) -> None:
+async def test_a_request_that_finds_a_long_line_is_counted_as_refused(tmp_path) -> None:
+    alone = pictures_of(tmp_path)
     seen: list[OverloadReason] = []
 
     @contextmanager
@@ -330,32 +315,37 @@ async def test_a_request_that_finds_a_long_line_is_counted_as_refused(alone) -> 
     waiting = [
         asyncio.create_task(prepared(alone, picture(seed=seed), alone.new_lease())) for seed in range(64)
     ]
-    await asyncio.sleep(0.5)
+    while len(alone._turns._waiting) < 64:
+        await asyncio.sleep(0.01)
     with pytest.raises(Overloaded):
         await prepared(alone, picture(seed=64), alone.new_lease())
     for each in waiting:
         each.cancel()
+    await alone.close()
     assert seen == [OverloadReason.PICTURES]
 
 
 @on_one_loop
-async def test_a_full_memory_is_said_to_be_one(alone) -> None:
-    lease = alone.new_lease()
-    alone._segments.num_bytes_at_most = 100_000
-    await prepared(alone, picture(32, 32), lease)
+async def test_a_full_memory_is_said_to_be_one(shared, monkeypatch) -> None:
+    lease = shared.new_lease()
+    monkeypatch.setattr(shared._segments, "num_bytes_at_most", 100_000)
+    await prepared(shared, picture(32, 32), lease)
     with pytest.raises(Overloaded, match="fill the shared memory"):
-        await prepared(alone, picture(64, 64), alone.new_lease())
+        await prepared(shared, picture(64, 64), shared.new_lease())
     with pytest.raises(RequestRejected, match="larger than the shared memory"):
-        await prepared(alone, picture(640, 480), lease)
-    assert len(left_of(alone)) == 1
+        await prepared(shared, picture(640, 480), lease)
+    assert len(left_of(shared)) == 1
 
 
 @on_one_loop
-async def test_values_for_the_image_processor_are_the_operators(tmp_path) -> None:
-    fewer = pictures_of(tmp_path, MediaConfig(processor_kwargs={"max_pixels": 16 * 16 * 8}))
+async def test_pixels_are_counted_before_they_are_decoded_and_values_are_the_operators(tmp_path) -> None:
+    config = MediaConfig(max_pixels=640 * 480, processor_kwargs={"max_pixels": 16 * 16 * 8})
+    fewer = pictures_of(tmp_path, config)
     lease = fewer.new_lease()
     stored = await prepared(fewer, picture(640, 480), lease)
     assert stored.pieces[0] <= 8
+    with pytest.raises(RequestRejected, match=r"640 x 481 pixels; at most 307200"):
+        await prepared(fewer, png_of(640, 481, b""), lease)
     await fewer.close()
     wrong = pictures_of(tmp_path, MediaConfig(processor_kwargs={"max_pixel": 1}))
     lease = wrong.new_lease()
@@ -366,12 +356,15 @@ async def test_values_for_the_image_processor_are_the_operators(tmp_path) -> Non
 
 
 @on_one_loop
-async def test_without_pillow_pictures_are_refused_with_the_name_of_the_extra(alone, monkeypatch) -> None:
+async def test_without_pillow_pictures_are_refused_with_the_name_of_the_extra(tmp_path, monkeypatch) -> None:
+    alone = pictures_of(tmp_path)
     monkeypatch.setattr("engine.media.pictures.is_installed", lambda: False)
     with pytest.raises(RequestRejected, match="extra `images`"):
         await prepared(alone, picture(), alone.new_lease())
+    await alone.close()
 
 
+@pytest.mark.night
 @on_one_loop
 async def test_a_server_that_was_killed_leaves_nothing_behind(tmp_path) -> None:
     source = f"""
@@ -402,16 +395,15 @@ asyncio.run(main())
 
 
 @on_one_loop
-async def test_the_process_removes_what_its_parent_has_left(tmp_path) -> None:
-    pictures = pictures_of(tmp_path)
-    lease = pictures.new_lease()
-    await prepared(pictures, picture(), lease)
+async def test_the_process_removes_what_its_parent_has_left(shared) -> None:
+    """The last of these tests: the lock is gone too."""
+    lease = shared.new_lease()
+    await prepared(shared, picture(), lease)
     prefix = lease._segments.prefix
-    pictures._child._child.stdin.close()
+    shared._child._child.stdin.close()
     async with asyncio.timeout(60):
-        await pictures._child._child.wait()
+        await shared._child._child.wait()
     assert not [*SHARED_MEMORY.glob(f"{prefix}*")]
-    await pictures.close()
 
 
 @for_each(

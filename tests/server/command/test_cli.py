@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +79,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
     return read
 
 
-def test_help_comes_at_once_and_loads_neither_a_tensor_library_nor_a_web_framework() -> None:
+def test_help_loads_neither_a_tensor_library_nor_a_web_framework() -> None:
     code = (
         "import sys; from server.command.cli import main\n"
         "try: main(['serve', '--help'])\n"
@@ -88,11 +87,9 @@ def test_help_comes_at_once_and_loads_neither_a_tensor_library_nor_a_web_framewo
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'tokenizers', 'zmq', 'yaml'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--max-num-seqs" in done.stdout
-    assert time.perf_counter() - started < 3  # measured 0.06; a busy machine may pass
 
 
 def test_serve_hands_the_configuration_and_a_listening_socket_to_the_launcher(checkpoint, launched) -> None:

@@ -124,6 +124,7 @@ def test_rows_that_begin_on_the_same_lines_of_a_cache_give_torchs_product(kernel
     assert_close(kernels.multiply_to_float(x, pack(weight)), expected, torch.float32)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("packed", [pack, packed_int8])
 def test_the_byte_instruction_of_laptops_changes_no_bit(open_kernels, packed):
     x = numbers(40, 320, dtype=torch.bfloat16)

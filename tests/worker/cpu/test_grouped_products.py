@@ -105,6 +105,7 @@ def test_rows_that_begin_on_the_same_lines_of_a_cache_give_the_same_product(kern
     assert torch.equal(found[:4], kernels.multiply_to_float(x[:4], packed))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("kind", BYTE_KINDS)
 @pytest.mark.parametrize(("num_inputs", "group_size"), [(640, 16), (480, 48), (640, 320), (4096, 32)])
 def test_the_byte_instruction_of_laptops_changes_no_bit(open_kernels, kind, num_inputs, group_size):

@@ -9,7 +9,6 @@ import pytest
 
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
-from tests.tiers import by_day
 from tests.worker.conftest import load_worker
 from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu
 from tests.worker.gpu.lazy_cuda import LazyCuda
@@ -72,7 +71,8 @@ def test_a_draft_model_on_a_gpu_changes_no_answer_and_is_right(target: Path, exp
     assert again.num_accepted == again.num_drafted > 0
 
 
-@pytest.mark.parametrize("family", by_day(["qwen3", "qwen3_next"], ["qwen3"]))
+@pytest.mark.night
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_a_head_on_a_gpu_guesses_what_transformers_guesses(tmp_path: Path, family: str) -> None:
     """Graphs keep hidden states of steps; a prompt is read in parts, and kept by steps without graphs too."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2}

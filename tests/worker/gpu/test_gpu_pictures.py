@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import by_day
+from tests.tiers import by_day, by_night
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu, steps_of
+from tests.worker.pictures import test_pictures as on_cpu
 from tests.worker.pictures.seeing import Prompt, Reference, Served, payloads_of
 from tests.worker.pictures.test_heads_with_pictures import (
     ASKED,
@@ -24,10 +25,6 @@ from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these 
     KINDS,
     Loaded,
     test_a_picture_is_computed_in_slices_while_others_go_on,
-    test_a_prefix_is_found_over_the_same_picture_and_not_over_another,
-    test_drafts_behind_a_picture_change_no_token,
-    test_log_probabilities_of_a_prompt_with_pictures,
-    test_one_that_is_preempted_in_a_picture_goes_on,
     test_pictures_in_a_prompt,
     three,
 )
@@ -35,6 +32,11 @@ from tests.worker.speculation.head_checkpoints import write_head
 from tests.worker.speculation.test_draft_heads import MTP
 from worker.gpu import graphs
 from worker.pictures.sliced_call import SlicedCall
+
+test_a_prefix_is_found = by_night(on_cpu.test_a_prefix_is_found_over_the_same_picture_and_not_over_another)
+test_drafts_change_no_token = by_night(on_cpu.test_drafts_behind_a_picture_change_no_token)
+test_log_probabilities = by_night(on_cpu.test_log_probabilities_of_a_prompt_with_pictures)
+test_a_preempted_one_goes_on = by_night(on_cpu.test_one_that_is_preempted_in_a_picture_goes_on)
 
 
 @pytest.fixture(scope="module", params=by_day(KINDS, KINDS[:1]))

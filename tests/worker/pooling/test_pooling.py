@@ -1,6 +1,7 @@
 """Vectors and scores are those of transformers' own forward, however the prompts are batched and cut."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,15 @@ def vector(output: ModelRunnerOutput, new: NewSequence) -> np.ndarray:
     return np.frombuffer(output.pooled[new.sequence_id], dtype="<f4")
 
 
+@lru_cache(maxsize=1)
+def theirs(folder: Path) -> Any:
+    return AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def hidden_states(folder: Path, prompt: list[int]) -> torch.Tensor:
     """Hidden states of transformers' own model, alone, without padding: [tokens, 64]."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+        return theirs(folder)(input_ids=torch.tensor([prompt])).last_hidden_state[0]
 
 
 def pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:

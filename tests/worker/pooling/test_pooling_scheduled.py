@@ -4,9 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch.nn import functional
-from transformers import AutoModel
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
@@ -22,6 +20,7 @@ from scheduler.sequence import Sequence
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
 from tests.tiers import by_day
 from tests.worker.conftest import load_worker
+from tests.worker.pooling.test_pooling import hidden_states, pooled
 
 LENGTHS = (40, 30, 12, 44, 20, 41)
 PROMPTS = [
@@ -67,14 +66,5 @@ def test_each_prompt_gets_its_vector_however_few_blocks_there_are(
     for number, prompt in enumerate(PROMPTS):
         output = outputs[SequenceId(number)]
         assert output.finish_reason is FinishReason.STOP
-        np.testing.assert_allclose(
-            np.frombuffer(output.pooled, dtype="<f4"), expected(folder, prompt, mode), atol=2e-5
-        )
-
-
-def expected(folder: Path, prompt: list[int], mode: str) -> np.ndarray:
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        hidden = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-    vector = hidden.mean(dim=0) if mode == "mean" else hidden[-1]
-    return functional.normalize(vector, dim=0).numpy()
+        expected = functional.normalize(pooled(hidden_states(folder, prompt), mode), dim=0)
+        np.testing.assert_allclose(np.frombuffer(output.pooled, dtype="<f4"), expected.numpy(), atol=2e-5)

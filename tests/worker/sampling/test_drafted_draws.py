@@ -12,7 +12,7 @@ from worker.devices.device import CpuDevice
 from worker.sampling.sampler import Sampler
 from worker.worker_config import WorkerConfig
 
-NUM_ROWS = 6000
+NUM_ROWS = 3000
 TOKENS = 5
 LIMIT_OF = {4: 18.47, 24: 51.18}
 """The 0.1 % point of chi-square, by degrees of freedom."""

@@ -86,10 +86,11 @@ class World:
         self.vocab_size = self.tokenizer.get_vocab_size() + NUM_PADDING
         self.eos = self.tokenizer.token_to_id(eos)
         self.base = SamplingParams(temperature=2.0, stop_token_ids=(self.eos,))
+        # To open the tokenizer takes as long as to draw a text.
+        self._grammars = Grammars(folder, vocab_size=self.vocab_size, eos_token_ids=(self.eos,))
 
     def sampler(self) -> Sampler:
-        grammars = Grammars(self.folder, vocab_size=self.vocab_size, eos_token_ids=(self.eos,))
-        return Sampler(vocab_size=self.vocab_size, device=CPU, grammars=grammars)
+        return Sampler(vocab_size=self.vocab_size, device=CPU, grammars=self._grammars)
 
     def logits(self, seed: int, step: int, num_rows: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed * 1000 + step)

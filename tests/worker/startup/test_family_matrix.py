@@ -19,7 +19,6 @@ from scripts.write_families_page import (
     render_row,
 )
 from tests.families import MATRIX, Family
-from tests.tiers import by_day
 from tests.worker.family_formats import FORMATS, formats_of, gguf_names
 from tests.worker.family_trial import UnknownFamily, try_family
 from tests.worker.pictures.seeing import FAMILIES as SEEING_FAMILIES
@@ -41,23 +40,9 @@ def version_of_table() -> list[str]:
     return list(found.groups())
 
 
-def first_of_each_kind() -> set[str]:
-    """Families of which the table says something that it says of none before them, but for the reasons."""
-    rows = [line.split(" | ") for line in table().splitlines() if line.startswith("| `")]
-    kinds = {(way, traits): name for name, way, traits, _ in reversed(rows)}
-    return {name.strip("| `") for name in kinds.values()}
-
-
-BY_DAY = first_of_each_kind()
-
-
 # Older releases of transformers script a function of gpt_bigcode, which newer ones of torch find old.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "family",
-    by_day(MATRIX, [each for each in MATRIX if each.name in BY_DAY]),
-    ids=lambda family: family.name,
-)
+@pytest.mark.parametrize("family", MATRIX, ids=lambda family: family.name)
 def test_a_family_in_a_mixed_batch_computes_what_it_computes_alone(family: Family) -> None:
     """Two sequences, in chunks and decodes, through the paged cache and the CPU's kernels."""
     try:

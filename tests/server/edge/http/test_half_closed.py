@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from server.edge.sockets import peer_probe
 from tests.server.conftest import eventually
 from tests.server.edge.http.test_connections import HEALTH, MODELS, all_of, connected
 from tests.server.edge.http.test_disconnects import CHAT, PROMPTS, count, post
@@ -69,7 +70,8 @@ async def test_an_end_in_the_middle_of_a_head_or_a_body_gets_no_reply(url, engin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_closed_its_half_and_left_later_is_noticed(url, engine, stream):
+async def test_a_client_that_closed_its_half_and_left_later_is_noticed(url, engine, stream, monkeypatch):
+    monkeypatch.setattr(peer_probe, "_SILENT_S", 0.05)
     engine.stall_after = 0
     _, writer = await post(url, "/v1/completions", {**PROMPTS, "stream": stream})
     writer.write_eof()

@@ -83,8 +83,7 @@ FURTHER_REFUSED = [
 
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch) -> AsyncIterator[SeeingEngine]:
-    engine = SeeingEngine(tmp_path)
-    engine.pictures = pictures_of(tmp_path, CONFIG)
+    engine = SeeingEngine(pictures_of(tmp_path, CONFIG))
 
     async def resolve(host, port, **_):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
@@ -113,24 +112,29 @@ def ollama(url: str) -> dict:
     return {"messages": [{"role": "user", "content": "x", "images": [url]}], "stream": False}
 
 
-WAYS: dict[str, Callable[[str], dict]] = {
-    "/v1/chat/completions": chat,
-    "/v1/chat/completions/render": chat,
-    "/tokenize": chat,
-    "/v1/responses": lambda url: {
-        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
-    },
-    "/v1/messages": anthropic,
-    "/v1/messages/count_tokens": anthropic,
-    "/api/chat": ollama,
-    "/api/generate": lambda url: {"prompt": "x", "images": [url], "stream": False},
+def responses(url: str) -> dict:
+    return {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
+
+
+def generate(url: str) -> dict:
+    return {"prompt": "x", "images": [url], "stream": False}
+
+
+WAYS: dict[Callable[[str], dict], tuple[str, ...]] = {
+    chat: ("/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"),
+    responses: ("/v1/responses",),
+    anthropic: ("/v1/messages", "/v1/messages/count_tokens"),
+    ollama: ("/api/chat",),
+    generate: ("/api/generate",),
 }
 
 
 async def refuse_all(engine: SeeingEngine, urls: Iterable[tuple[str, str]]) -> None:
+    """Try each in bodies of every shape, at the paths of a shape by turns."""
     async with connect(build_app(engine, Settings(max_body_bytes=2**22))) as client:
-        for name, url in urls:
-            for way, body in WAYS.items():
+        for number, (name, url) in enumerate(urls):
+            for body, paths in WAYS.items():
+                way = paths[number % len(paths)]
                 reply: httpx.Response = await client.post(way, json=body(url))
                 message: str = (
                     reply.json()["error"] if way.startswith("/api") else reply.json()["error"]["message"]

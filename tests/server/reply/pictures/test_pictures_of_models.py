@@ -10,6 +10,7 @@ from engine.options.media_options import MediaConfig
 from engine.types import ServedAdapter
 from server.app import build_app
 from server.edge.http.edge import Parsers, Served
+from tests.engine.media.made_pictures import pictures_of
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.reply.pictures.test_requests_with_pictures import LARGE, SeeingEngine, chat, part
@@ -23,7 +24,7 @@ async def test_of_several_models_each_reads_pictures_in_its_own_way_or_says_that
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    first, second = map(SeeingEngine, folders)
+    first, second = (SeeingEngine(pictures_of(each)) for each in folders)
     second.model_info = dataclasses.replace(
         second.model_info, served_names=("second", "alias"), served_adapters=(tuned, of_tower)
     )

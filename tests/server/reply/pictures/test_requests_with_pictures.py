@@ -5,10 +5,10 @@ import base64
 import dataclasses
 import gc
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 pytest.importorskip("PIL")
 
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import OverloadReason
 from engine.media.messages import SHARED_MEMORY
+from engine.media.pictures import PicturePreparer
 from engine.options.media_options import MediaConfig
 from engine.processes.turns import TurnsByKey
 from engine.types import EncoderInput, ServiceTerms
@@ -37,13 +38,15 @@ SMALL, LARGE = picture(32, 32), picture(64, 32, seed=1)
 NUM_SMALL, NUM_LARGE = 4, 8
 MARK = "<|image_pad|>"
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 class SeeingEngine(FakeEngine):
     """Shows pictures by a byte that no text has, and looks for their shared memory while it answers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, pictures: PicturePreparer) -> None:
         super().__init__(model_info=dataclasses.replace(INFO, vision=IMAGE, max_model_len=256))
-        self.pictures = pictures_of(folder, MediaConfig(max_pictures=3))
+        self.pictures = pictures
         self.is_blind_to: str | None = None
         self.num_segments: list[int] = []
 
@@ -69,14 +72,20 @@ class SeeingEngine(FakeEngine):
             request.at_end()
 
 
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[SeeingEngine]:
-    engine = SeeingEngine(tmp_path)
-    yield engine
-    await engine.pictures.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pictures(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PicturePreparer]:
+    """One process for all tests, on the event loop of all."""
+    pictures = pictures_of(tmp_path_factory.mktemp("seeing"), MediaConfig(max_pictures=3))
+    yield pictures
+    await pictures.close()
 
 
 @pytest.fixture
+def engine(pictures: PicturePreparer) -> SeeingEngine:
+    return SeeingEngine(pictures)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(engine) -> AsyncIterator[httpx.AsyncClient]:
     async with connect(build_app(engine, Settings())) as client:
         yield client
@@ -173,8 +182,8 @@ async def test_each_way_in_brings_a_picture_to_the_engine_and_leaves_nothing(cli
         assert [each.content for each in request.payloads] == [seen.content], way
         assert engine.num_segments.pop() == 1, way
         del request
-        gc.collect()
-        assert not engine.pictures._segments._stored, way
+    gc.collect()
+    assert not engine.pictures._segments._stored
 
 
 async def test_pictures_keep_their_order_and_one_that_comes_twice_is_there_once(client, engine) -> None:
@@ -359,7 +368,7 @@ async def test_truncation_leaves_a_picture_out_as_a_whole(client, engine) -> Non
     assert request.prompt_token_ids == (*b"cd", 10)
 
 
-def test_a_cut_moves_pictures_and_goes_around_them() -> None:
+async def test_a_cut_moves_pictures_and_goes_around_them() -> None:
     prompt = ChatPrompt(tuple(range(10)), (EncoderInput(2, 3, "a"), EncoderInput(6, 2, "b")))
 
     def left(num: int, *, keeps_end: bool) -> tuple[tuple[int, ...], list[tuple[int, str]]]:
@@ -428,7 +437,7 @@ async def test_a_url_is_fetched_once_for_a_request_and_few_at_a_time(client, eng
         return SMALL
 
     monkeypatch.setattr(placing, "picture_bytes", fetch)
-    engine.pictures._files = TurnsByKey(1, 64, OverloadReason.PICTURES)
+    monkeypatch.setattr(engine.pictures, "_files", TurnsByKey(1, 64, OverloadReason.PICTURES))
     bodies = [chat(*[{"type": "image_url", "image_url": f"https://a.example/{name}"}] * 3) for name in "abc"]
     replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
     assert [reply.status_code for reply in replies] == [200] * 3
@@ -444,8 +453,8 @@ async def test_pictures_are_shared_among_requests_of_one_salt(client, engine) ->
     assert one != two == again
 
 
-async def test_a_server_that_takes_no_pictures_says_so(client, engine) -> None:
-    engine.pictures.config = MediaConfig(max_pictures=0)
+async def test_a_server_that_takes_no_pictures_says_so(client, engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.pictures, "config", MediaConfig(max_pictures=0))
     assert (await client.get("/v1/models")).json()["data"][0]["capabilities"] == {"vision": False}
     assert "vision" not in (await client.post("/api/show", json={"model": "fake"})).json()["capabilities"]
     assert not (await client.get("/props")).json()["modalities"]["vision"]
@@ -458,11 +467,12 @@ def turn_of(words: str, *files: bytes) -> dict:
 
 @pytest.mark.night
 async def test_auto_truncation_prepares_each_picture_once(client, engine) -> None:
+    num_before = engine.pictures.new_lease()._segments._num_named
     turns = [turn_of("x" * 250, SMALL), turn_of("y", LARGE)]
     body = {"input": turns, "truncation": "auto", "max_output_tokens": 2}
     assert (await client.post("/v1/responses", json=body)).status_code == 200
     assert [each.num_tokens for each in engine.requests[0].encoder_inputs] == [NUM_LARGE]
-    assert engine.pictures._segments._num_named == 2
+    assert engine.pictures._segments._num_named == num_before + 2
 
 
 @pytest.mark.night
