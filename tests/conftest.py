@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import httpx._transports.default as httpx_transports
 import pytest
-from hypothesis import settings
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
@@ -33,10 +32,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # compiles all modules anew, and each process of pytest rewrites all asserts.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# No test judges time: an example may take as long as a busy machine needs.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 # What is loaded and collected stays: pytest_runtestloop exempts it from all later searches for garbage.
 gc.disable()
