@@ -179,7 +179,7 @@ class Logs:
         logger.setLevel(level)
 
     def _describe_loss(self, num_lines: int) -> bytes:
-        words, arguments = "%d lines of the log were dropped here: nobody read them in time", (num_lines,)
+        words, arguments = "%d lines of the log were dropped here: they were not read in time", (num_lines,)
         record = log.makeRecord(log.name, logging.WARNING, __file__, 0, words, arguments, None)
         return self._formatter.encode(record)
 

@@ -139,7 +139,7 @@ class ForeignHost(EdgeError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            "this server needs no key, and so answers to no name that somebody else may own; allow it with"
+            "this server needs no key, and so answers to no name that a stranger may own; allow it with"
             f" --allowed-host {name}, or set an API key"
         )
 

@@ -119,7 +119,7 @@ class Allowance:
     def take_prompt(self, num_tokens: int) -> None:
         """Count its prompt, in place of one that was counted before.
 
-        Raises RequestRejected if no minute has so many tokens, else RateLimited; then the request does not
+        Raises RequestRejected for more tokens than a minute has, else RateLimited; then the request does not
         count either, so that one which is sent again counts once.
         """
         if self._tokens is None:
