@@ -165,7 +165,7 @@ class PrefixIndex:
                 self._new_tails.append((key, self.row_at(seq, self._num_findable_of_prompt(seq))))
 
     def row_at(self, seq: Sequence, place: int) -> Row:
-        """Blocks that a sequence holds at a place, of all groups."""
+        """Return the blocks that a sequence holds at a place, group after group."""
         rows = [seq.tables[group].row(place, self._groups[group].num_stripes) for group in self._paged]
         return tuple(chain.from_iterable(rows))
 

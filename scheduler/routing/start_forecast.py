@@ -91,7 +91,7 @@ class PromptTimes:
         """Weights, tokens, seconds, tokens squared, tokens by seconds."""
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a prompt; one that was found in the prefix cache makes the line flatter."""
+        """Take in a prompt and its seconds. Tokens that were cached count too, and make the line flatter."""
         weight, tokens, total_s, squares, products = (_DECAY * each for each in self._sums)
         self._sums = (
             weight + 1.0,

@@ -60,7 +60,7 @@ class _Use:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until nothing counts any more."""
+        """Seconds until no use counts any more, if none is added."""
         if self.current > 0:
             return self.ends_in_s + _WINDOW_S
         return self.before_left_s

@@ -66,7 +66,7 @@ class GpuSampler(RowSampler):
         grammars: Grammars | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Rows are below max_num_seqs. Without `grammars` no row may have one. Of ranks this is the first."""
+        """Allocate for rows below max_num_seqs. Without `grammars` no row may have one. This is rank 0."""
         super().__init__(vocab_size=vocab_size, grammars=grammars, ranks=ranks)
         self._device = device
         self._counts = GpuTokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
