@@ -212,5 +212,5 @@ def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is None:
         return
     log.critical(
-        "a thread ended: nobody caught this", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
+        "a thread ended by an uncaught error", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
     )

@@ -160,7 +160,7 @@ class PicturePreparer:
     async def _prepare_in_turn(
         self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
     ) -> tuple[StoredPicture, PictureLease]:
-        """Return the picture with a lease of its own, which ends by itself if nobody waits any more.
+        """Return the picture with a lease of its own, which ends by itself if no request waits any more.
 
         `num_held` are the bytes that its request has in shared memory.
         """
@@ -258,7 +258,7 @@ def refuse_marks(marks: PictureMarks, texts: Any, where: str) -> None:
         if found is not None:
             raise RequestRejected(
                 f"{where}: a text has {found!r}, which this model reads as a picture's place; leave it out"
-                " beside pictures",
+                " where there are pictures",
                 param=where,
             )
     elif isinstance(texts, Mapping):

@@ -12,7 +12,7 @@ _MAX_GAPS = 256
 _MAX_ARRIVALS = 1024
 _MIN_STARTS = 2
 _LEAST_SHARE = 0.1
-"""Share of the starts that is left for a sequence, however many more urgent ones come: it is not told
+"""Share of the starts that is left for a sequence, however many more urgent ones come: no forecast says
 that it will never start."""
 
 

@@ -27,7 +27,7 @@ class OutputCache:
         self._holds: dict[str, set[Hold]] = {}
 
     def get(self, content: str, num_tokens: int) -> PictureRows | None:
-        """Look up an output of so many rows, which was used last from now on."""
+        """Look up an output of `num_tokens` rows, and mark it as used last."""
         found = self._outputs.get(content)
         if found is None or len(found.embeds_PH) != num_tokens:
             return None

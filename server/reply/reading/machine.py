@@ -36,7 +36,7 @@ from server.reply.reading.row import (
 )
 
 _FILLERS = ",;}]`"
-"""Characters that may stand behind the arguments of a call, beside white space."""
+"""Characters that may stand behind the arguments of a call, besides white space."""
 
 _OnText = Callable[["ReplyReader", str], int]
 """Takes text without marks; returns the number of characters that were taken."""
@@ -301,7 +301,7 @@ class ReplyReader:
             self._release_wrap(self._wrap)
             self._begin_thought()
         elif self._log.is_after_call:
-            pass  # a mark of calls beside a call belongs to none of the text
+            pass  # a mark of calls next to a call belongs to none of the text
         elif mark in row.wraps or mark in row.unwraps:
             self._wrap += mark
         else:
