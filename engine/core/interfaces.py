@@ -38,7 +38,7 @@ class SampledStep(BegunStep, Protocol):
 
 
 class SamplingExecutor(Protocol):
-    """See Executor: the worker of the rank that samples."""
+    """Executor of the rank that samples."""
 
     def launch(self, plan: SchedulerOutput) -> SampledStep: ...
 

@@ -91,7 +91,7 @@ class PicturePreparer:
         return is_installed() and self.config.max_pictures > 0
 
     def new_lease(self, salt: str = "", key: str = "") -> PictureLease:
-        """Raises EngineUnavailable without shared memory."""
+        """Make a lease without pictures. Raises EngineUnavailable without shared memory."""
         if self._segments is None:
             try:
                 self._segments = Segments()

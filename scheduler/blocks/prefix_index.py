@@ -471,7 +471,7 @@ class PrefixIndex:
         return self._keys(seq, place)[place - 1] if place else root_key(seq.cache_salt, seq.adapter)
 
     def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """At least the first `num_blocks` keys of `seq`."""
+        """Return the keys of `seq` so far, the first `num_blocks` at least."""
         keys = seq.block_keys
         while len(keys) < num_blocks:
             start = len(keys) * self._block_size

@@ -53,7 +53,7 @@ class AwqRules(SelfReadingRules):
 
 
 def read_awq_rules(config: dict[str, Any]) -> AwqRules:
-    """Raises QuantizationRefused."""
+    """Read the rules of AWQ from its `quantization_config`. Raises QuantizationRefused."""
     bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm" or not config.get("zero_point", True):
         raise QuantizationRefused(

@@ -115,7 +115,7 @@ class _SharedEnd:
 
 
 class SharedSender(_SharedEnd):
-    """See HiddenSender."""
+    """HiddenSender over memory that two processes share."""
 
     def __init__(self, end: PipeEnd) -> None:
         super().__init__(end)
@@ -131,7 +131,7 @@ class SharedSender(_SharedEnd):
 
 
 class SharedReceiver(_SharedEnd):
-    """See HiddenReceiver."""
+    """HiddenReceiver over memory that two processes share."""
 
     def receive(self, hidden: Tensor) -> None:
         for part in pieces_of(hidden, _PIECE_BYTES):

@@ -119,7 +119,7 @@ def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
-    """Raises RequestRejected."""
+    """Make the messages of a chat those that the template reads. Raises RequestRejected."""
     names: dict[str, str] = {}
     """Names of the functions that were called so far, by the id of the call."""
     rendered = []

@@ -82,7 +82,7 @@ class TokenWriter:
         self._put(text)
 
     def write_reasoning(self, text: str) -> None:
-        """Not at all where the output is read by a program."""
+        """Write reasoning dim on a terminal, and not at all where a program reads the output."""
         if not self._is_terminal:
             return
         if not self._is_dim:

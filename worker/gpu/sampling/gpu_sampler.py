@@ -266,7 +266,7 @@ class GpuSampler(RowSampler):
 def measure_lines(
     logits_NV: Tensor, where_I: Tensor, token_ids_N: Tensor, num_top: int, given_IG: Tensor
 ) -> Tensor:
-    """`measure_logprobs` of some lines."""
+    """Measure the log-probabilities of the lines `where_I`, as `measure_logprobs`."""
     logits_IV = logits_NV.index_select(0, where_I).float()
     return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top, given_IG)
 
