@@ -220,7 +220,7 @@ def simulate(
 ) -> RunResult:
     """Serve all requests, in virtual time. Raises Stuck if the scheduler has a fault.
 
-    `on_arrival` is told how many have arrived, after each. Raises TooManyMissesError as soon as more than
+    `on_arrival` is called with the number that have arrived, after each. Raises TooManyMissesError as soon as more than
     `max_misses` requests of a cell missed the SLO.
     """
     results = [
