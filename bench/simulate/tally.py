@@ -40,7 +40,7 @@ class GapCounts:
             self._counts[gap_us] += count
 
     def distribution_ms(self) -> Distribution | None:
-        """Return percentiles that occurred: the smallest value that at least their percentage does not exceed."""
+        """Return percentiles that occurred: the smallest value that p % of the gaps do not exceed."""
         total = self._counts.total()
         if not total:
             return None
