@@ -82,7 +82,7 @@ class EdgeOptions:
             form="llm.example.com, or *",
             metavar="NAME",
         ),
-        "Name under which clients may reach a server without keys, besides localhost, addresses and the names "
+        "Name under which clients may reach a server without keys, besides localhost, addresses and names "
         "of --cors-origin; elsewhere than on a loopback address it answers to names that no stranger can own "
         "too: the machine's, those without a dot, those under local, internal, svc, lan and the like. So a "
         "page of a foreign name that points to this machine cannot read what the server shows. Repeat it for "
@@ -93,8 +93,8 @@ class EdgeOptions:
     )
     state_folder: str | None = _replies(
         Text(metavar="FOLDER"),
-        "Keep files, batches (/v1/files, /v1/batches) and responses in the background in a SQLite database in "
-        "this folder, through a restart; one server to a folder. Each answer is on disk before it counts.",
+        "Keep files, batches (/v1/files, /v1/batches) and responses in the background in a SQLite database "
+        "in this folder, through a restart; one server to a folder. Each answer is on disk before it counts.",
         open_default="no files and batches",
     )
     state_max_size: int = _replies(
@@ -153,8 +153,8 @@ class EdgeOptions:
     )
     enable_admin: bool = _address(
         Switch(),
-        "Answer /admin/: what every live request does or waits for, with the names of tenants, a reset of the "
-        "prefix cache, and the page's live view. With keys it needs one that may administer.",
+        "Answer /admin/: what every live request does or waits for, with the names of tenants, a reset of "
+        "the prefix cache, and the page's live view. With keys it needs one that may administer.",
         default=False,
     )
     health_port: int | None = _address(

@@ -80,7 +80,7 @@ _PASSED_OVER = {
     **dict.fromkeys(("O0", "O1", "O2", "O3"), "kernels are chosen at the start"),
     "enable-expert-parallel": "experts are divided as --tensor-parallel-size says",
     **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
-    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "every model may call tools, unless --tool-call-parser is none"),
+    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on unless --tool-call-parser is none"),
     **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
     **dict.fromkeys(("enable-chunked-prefill",), "long prompts are always computed in parts"),
     **dict.fromkeys(("async-scheduling",), "steps are planned ahead wherever that is possible"),

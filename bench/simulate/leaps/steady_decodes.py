@@ -13,7 +13,7 @@ a plan leaves a token and a place to each. Their own fields stand still; `_settl
                step 18: a         ones behind a prompt, or behind another that needs one, go back to the queue
     ends       step 41: d         the last token: back to the queue before a plan, else it ends with the leap
 
-Keys that are there before their tokens are names, which no other sequence has. No prompt can miss such blocks,
+Keys that are there before their tokens are names, which no other sequence has. No prompt misses such blocks,
 so they are published when their sequence goes back.
 """
 
