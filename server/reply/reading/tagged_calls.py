@@ -65,7 +65,7 @@ class TaggedArguments:
 
 
 class TagsReader:
-    """Text between the tags is dropped. A text value that nothing has ended stays open.
+    """Reader of calls in tags. Text between them is dropped; a text value that nothing has ended stays open.
 
     An object in the place of the first tag is the arguments: Llama 3.1 and Functionary write so. The tags
     behind it are dropped.

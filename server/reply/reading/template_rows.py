@@ -221,7 +221,7 @@ def _objects(field: Mapping[str, Any]) -> ObjectCalls:
 def _key(placeholder: Any) -> str:
     """The key of an object that a placeholder names, such as {content.name}."""
     if not isinstance(placeholder, str) or not (placeholder.startswith("{") and placeholder.endswith("}")):
-        _require(placeholder is None, "a placeholder in transform stands beside other text")
+        _require(placeholder is None, "a placeholder in transform stands next to other text")
         return ""
     return placeholder[1:-1].removeprefix("content.")
 
