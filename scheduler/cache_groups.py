@@ -86,7 +86,7 @@ class CacheGroup:
         return f"{kind}-{num_tokens}" if num_tokens else kind.value
 
     def most_places(self, num_tokens: int, *, block_size: int, num_step_tokens: int) -> int:
-        """Most places that a sequence of `num_tokens` holds at once, in steps of so many at most."""
+        """Most places that a sequence of `num_tokens` holds at once, in steps of `num_step_tokens`."""
         if self.lifetime.kind is LifetimeKind.FIXED:
             return 1
         end = -(-num_tokens // block_size)

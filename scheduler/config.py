@@ -174,7 +174,7 @@ class SchedulerConfig(SchedulerOptions):
     target_itl_s: float = inf
     """Target as in the options, decided; inf is none."""
     max_scored_tokens: int = 0
-    """Most tokens of a step that a prompt gets whose log-probabilities are reported, while somebody's reply
+    """Most tokens of a step that a prompt gets whose log-probabilities are reported, while another reply
     is under way: each of them costs an output layer. 0 is no limit."""
     uncrowded_itl_s: float = 0.0
     """Takes the place of a shorter target while the sequences that run and wait are too few for a crowd

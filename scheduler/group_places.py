@@ -24,7 +24,7 @@ class GroupPlaces:
     def __init__(
         self, group: CacheGroup, *, block_size: int, max_model_len: int, num_step_tokens: int
     ) -> None:
-        """`num_step_tokens` are the most of a sequence in a step."""
+        """Take in sizes; `num_step_tokens` is the most tokens of a sequence in a step."""
         self._block_size = block_size
         self.lifetime = lifetime = group.lifetime
         self._most_at_once = group.most_places(

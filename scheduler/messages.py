@@ -350,7 +350,7 @@ class SchedulerOutput(NamedTuple):
     """Most drafts that the worker is to compute for a sequence once this step is sampled; there are blocks
     for them."""
     encoder_slice_s: float = 0.0
-    """Time that encoding may take beside this step; what is left is done beside later ones. 0 if slices
+    """Time that encoding may take in this step; the rest is done in later ones. 0 if slices
     before took it: then only inputs that are encoded already are found."""
 
     @property

@@ -222,8 +222,8 @@ def _limits_of_groups(root: Path) -> list[tuple[int, int]]:
     """Limits of our control groups, in bytes, each with what is in use there and cannot be reclaimed at once.
 
     Page cache counts as usage, but can be reclaimed: a checkpoint just read must not shrink the KV cache. Its
-    pages become active ones when the mapping of a file that was read before ends. Nobody is killed beyond
-    memory.high, but whoever takes memory there is made to wait, which a server cannot afford either.
+    pages become active ones when the mapping of a file that was read before ends. No process is killed beyond
+    memory.high, but one that takes memory there is made to wait, which a server cannot afford either.
     """
     found = []
     for folder, (limit, usage, *cache_keys) in _cgroup_folders(root, "memory"):

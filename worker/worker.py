@@ -68,7 +68,7 @@ class Worker:
 
     @property
     def grammars(self) -> CompileAhead | None:
-        """The side that compiles grammars beside the steps, once the model is loaded; None: it has none."""
+        """The side that compiles grammars during steps, once the model is loaded; None: it has none."""
         return None if self._steps is None else self._steps.grammars
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:

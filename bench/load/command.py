@@ -129,12 +129,12 @@ def _write_json(load: "_Load", num_prompts: int, results: dict[str, Any]) -> Non
 
 
 def _check_pace(options: argparse.Namespace) -> None:
-    """Refuse options that would have no effect beside each other. Raises WorkloadError."""
+    """Refuse options that would have no effect together. Raises WorkloadError."""
     if options.sweep and options.request_rate is not None:
         raise WorkloadError("--sweep sets the rates itself: leave --request-rate out")
     if options.sweep and options.concurrency and not any(point.is_share for point in options.sweep):
         raise WorkloadError(
-            "--concurrency beside --sweep is for finding the saturation, and no rate is a share of it"
+            "--concurrency with --sweep is for finding the saturation, and no rate is a share of it"
         )
     if options.arrivals and options.request_rate is None and not options.sweep:
         raise WorkloadError("--arrivals needs --request-rate or --sweep")

@@ -59,7 +59,7 @@ class SweepRow:
 
 
 Send = Callable[[float | None, int], Awaitable[RunOfSweep]]
-"""Runs the workload once, at so many requests per second, or in a closed loop for None; the number is the
+"""Runs the workload once, at a number of requests per second, or in a closed loop for None; the second is the
 place of the run in the sweep, and its prompts are its own."""
 
 

@@ -114,7 +114,7 @@ def synthetic_prompts(shape: Shape, cost: WordCost, seed: int) -> list[tuple[str
 def read_prompts(path: Path, *, num_prompts: int | None, output_len: int) -> list[tuple[str, int]]:
     """Read the prompts of a JSON lines file, each with its own max_tokens or else `output_len`.
 
-    None takes each line once; a number takes so many, from the top again when the file is too short.
+    None takes each line once; a number takes that many, from the top again when the file is too short.
     Raises WorkloadError with the line number.
     """
     try:

@@ -107,8 +107,8 @@ def _add_requests(group: Any) -> None:
     add("output_len", length, "in the same way", "LENGTH")
     add("priority_mix", priority_mix, "priorities with their weights; lower is more urgent", "P:W,...")
     add("tenant_mix", tenant_mix, "tenants with their weights", "NAME:W,...")
-    add("prefix_groups", count(0), "each prompt begins like the others of one of so many groups", "N")
-    add("prefix_len", count(1), "so many tokens of it", "N")
+    add("prefix_groups", count(0), "groups of prompts that begin alike; each prompt is of one of them", "N")
+    add("prefix_len", count(1), "tokens with which the prompts of a group begin", "N")
     group.add_argument("--seed", type=count(0), default=0, metavar="N", help="default %(default)s")
     group.add_argument(
         "--save-requests", type=Path, metavar="FILE", help="write them as --requests reads them"
@@ -149,13 +149,13 @@ def _add_overhead(group: Any) -> None:
         "--measured-again",
         type=Path,
         metavar="FILE",
-        help="another run of the same load: print beside each error how far apart the two runs are",
+        help="another run of the same load: print with each error how far apart the two runs are",
     )
 
 
 def _add_setup(group: Any) -> None:
     add = group.add_argument
-    add("--load", type=number(1e-9), default=1.0, metavar="FACTOR", help="the same requests, so much faster")
+    add("--load", type=number(1e-9), default=1.0, metavar="FACTOR", help="the same requests, faster by this")
     add("--replicas", type=count(1, 4096), default=1, metavar="N", help="default %(default)s")
     add(
         "--autoscale",

@@ -17,7 +17,7 @@ _LEAST_QUEUE = 5.0
 
 
 def draw_ttft(results: Sequence[RunResult], *, slo_s: float = inf) -> Canvas:
-    """Draw the share of requests with their first token within so many ms; a line for each class.
+    """Draw the share of requests with their first token within a time in ms; a line for each class.
 
     `slo_s` is what was promised; inf: nothing was.
     """
@@ -53,7 +53,7 @@ def draw_queue(results: Sequence[RunResult]) -> Canvas:
 
 
 def _thin(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Keep at most so many points, each the most of its stretch."""
+    """Keep at most _NUM_QUEUE_POINTS points, each the most of its stretch."""
     stride = -(-len(points) // _NUM_QUEUE_POINTS)
     return [
         (points[start][0], max(count for _, count in points[start : start + stride]))

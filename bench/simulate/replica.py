@@ -3,8 +3,8 @@
 Owns: a step under way or a leap over several, and when each live request got its tokens.
 Never: decides anything about scheduling: every plan is the scheduler's own.
 
-The driver must cost little beside the scheduler, so nothing is done for each token of each step that the
-interpreter cannot do in one call. The times between tokens are counted by step: whoever got a token in
+The driver must cost little next to the scheduler, so nothing is done for each token of each step that the
+interpreter cannot do in one call. The times between tokens are counted by step: a sequence with a token in
 this step and in the one before has waited from the end of that one to the end of this one, and those
 are nearly all.
 
@@ -321,7 +321,7 @@ class Replica:
         return steady.most_steps()
 
     def _plan_leap(self, now_s: float, num_steps: int) -> float:
-        """Return when the last of so many steps ends."""
+        """Return when the last of `num_steps` ends."""
         self._num_pauses = 0
         steady = self._steady
         steps = self._step_time.decode_steps(steady.num, steady.num_context_tokens, num_steps)

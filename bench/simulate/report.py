@@ -1,6 +1,6 @@
 """Runs side by side: one column each, as plain text for people and as JSON for machines.
 
-Owns: which numbers are told, and their names.
+Owns: which numbers are shown, and their names.
 Never: measures.
 """
 

@@ -13,7 +13,7 @@ from itertools import count
 from bench.simulate.replica import Replica
 from bench.simulate.requests.arrivals import SimRequest
 
-# A prefix group leaves its replica when so many more wait there than at the least busy one.
+# A prefix group leaves its replica when this many more wait there than at the least busy one.
 _SPILL_WAITING = 8
 
 _COMPACT_ABOVE = 4

@@ -220,8 +220,8 @@ def simulate(
 ) -> RunResult:
     """Serve all requests, in virtual time. Raises Stuck if the scheduler has a fault.
 
-    `on_arrival` is told how many have arrived, after each. Raises TooManyMissesError as soon as more than
-    `max_misses` requests of a cell missed the SLO.
+    `on_arrival` is called with the number of arrivals, after each. Raises TooManyMissesError as soon as more
+    than `max_misses` requests of a cell missed the SLO.
     """
     results = [
         simulate_cell(workload, setup, slo, cell, on_arrival, max_misses=max_misses)

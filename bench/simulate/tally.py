@@ -1,7 +1,7 @@
 """Measurements of a run, no more than the report needs.
 
 Owns: percentiles of gaps that are counted, not listed; the length of the queue in a bounded list.
-Never: virtual time; it is told.
+Never: virtual time; it is an argument.
 """
 
 from array import array
@@ -25,7 +25,7 @@ class GapCounts:
         self._counts[round(gap_s * 1e6)] += count
 
     def add_all(self, gaps_s: Iterable[float], count: int) -> None:
-        """Add each gap so many times."""
+        """Add each gap `count` times."""
         counts = self._counts
         for gap_s in gaps_s:
             counts[round(gap_s * 1e6)] += count
@@ -40,7 +40,7 @@ class GapCounts:
             self._counts[gap_us] += count
 
     def distribution_ms(self) -> Distribution | None:
-        """Return percentiles that occurred: the smallest value that so many percent do not exceed."""
+        """Return percentiles that occurred: the smallest value that p % of the gaps do not exceed."""
         total = self._counts.total()
         if not total:
             return None

@@ -181,7 +181,7 @@ def _served(facts: AdapterFacts) -> ServedAdapter:
 
 
 class AdapterMetrics(Collector):
-    """The families, on a server that computes adapters."""
+    """Collector of the metrics of adapters, on a server that computes some."""
 
     def __init__(
         self,

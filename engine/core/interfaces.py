@@ -38,7 +38,7 @@ class SampledStep(BegunStep, Protocol):
 
 
 class SamplingExecutor(Protocol):
-    """See Executor: the worker of the rank that samples."""
+    """Executor of the rank that samples."""
 
     def launch(self, plan: SchedulerOutput) -> SampledStep: ...
 
@@ -69,7 +69,7 @@ def _is_due(_wait_s: float) -> bool:
 
 
 class BesideSteps(NamedTuple):
-    """Abilities of the worker that no plan asks for."""
+    """Functions of the worker that are called outside of plans."""
 
     adapters: Adapters | None = None
     grammars: CompilesAhead | None = None

@@ -60,7 +60,7 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
         try:
             return _serve(config, mailbox, directory)
         except Exception:
-            log.critical("the engine process ends: nobody expected this", exc_info=True)
+            log.critical("the engine process ends by an unexpected error", exc_info=True)
             return EXIT_UNEXPECTED
         finally:
             mailbox.close()

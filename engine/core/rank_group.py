@@ -200,7 +200,7 @@ class RankGroup:
             self._end(exit_code)  # it has reported why
         how = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
         log.critical(
-            "rank %d (pid %d) ended by %s, and all ranks end with it; their stacks are beside this line",
+            "rank %d (pid %d) ended by %s, and all ranks end with it; their stacks are in this log",
             *(rank, child.pid, how),
         )
         os.kill(os.getpid(), SIGNAL_FOR_STACKS)

@@ -55,7 +55,7 @@ class StepLines:
         self._ended.extend(sequence_ids)
 
     def begin_at(self, times: StepTimes) -> None:
-        """Let the next line hold the times since these totals."""
+        """Set the totals from which the times of the next line count."""
         self._last_times = times
 
     def line(self, plan: SchedulerOutput, facts: StepFacts) -> bytes:

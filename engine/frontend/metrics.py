@@ -92,7 +92,7 @@ _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "engine_restarts": ("Engine processes that died and were replaced", "cause", DeathCause),
     "admission_rejections": ("Requests refused because too much waited", "reason", OverloadReason),
     "request_aborts": ("Requests that were cut short", "cause", AbortCause),
-    "telemetry_dropped": ("Lines of the log, or spans, that nobody took in time", "what", Telemetry),
+    "telemetry_dropped": ("Lines of the log, or spans, that no reader took in time", "what", Telemetry),
     "merged_turns": ("Chats whose turns were merged for the chat template", "reason", MergeReason),
     "request_success": ("Choices by how they ended", "finished_reason", FinishReason),
 }

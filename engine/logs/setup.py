@@ -179,7 +179,7 @@ class Logs:
         logger.setLevel(level)
 
     def _describe_loss(self, num_lines: int) -> bytes:
-        words, arguments = "%d lines of the log were dropped here: nobody read them in time", (num_lines,)
+        words, arguments = "%d lines of the log were dropped here: they were not read in time", (num_lines,)
         record = log.makeRecord(log.name, logging.WARNING, __file__, 0, words, arguments, None)
         return self._formatter.encode(record)
 
@@ -212,5 +212,5 @@ def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is None:
         return
     log.critical(
-        "a thread ended: nobody caught this", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
+        "a thread ended by an uncaught error", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
     )

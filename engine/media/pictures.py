@@ -91,7 +91,7 @@ class PicturePreparer:
         return is_installed() and self.config.max_pictures > 0
 
     def new_lease(self, salt: str = "", key: str = "") -> PictureLease:
-        """Raises EngineUnavailable without shared memory."""
+        """Make a lease without pictures. Raises EngineUnavailable without shared memory."""
         if self._segments is None:
             try:
                 self._segments = Segments()
@@ -160,7 +160,7 @@ class PicturePreparer:
     async def _prepare_in_turn(
         self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
     ) -> tuple[StoredPicture, PictureLease]:
-        """Return the picture with a lease of its own, which ends by itself if nobody waits any more.
+        """Return the picture with a lease of its own, which ends by itself if no request waits any more.
 
         `num_held` are the bytes that its request has in shared memory.
         """
@@ -258,7 +258,7 @@ def refuse_marks(marks: PictureMarks, texts: Any, where: str) -> None:
         if found is not None:
             raise RequestRejected(
                 f"{where}: a text has {found!r}, which this model reads as a picture's place; leave it out"
-                " beside pictures",
+                " where there are pictures",
                 param=where,
             )
     elif isinstance(texts, Mapping):

@@ -29,8 +29,8 @@ def share_out(models: Mapping[str, MemoryNeeds]) -> dict[str, int]:
 def share_in_turns(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -> dict[str, int]:
     """Return shares as `share_out`, for models that need not be loaded at once, but for the pinned ones.
 
-    If all fit together they share all. Else each of the others has what is left beside the pinned ones and
-    those that are small enough to stay beside any; these have the least that any of these plans leaves them.
+    If all fit together they share all. Else each of the others has what is left by the pinned ones and
+    by those small enough to stay with any; these have the least that any of these plans leaves them.
     Raises DoesNotFit.
     """
     try:
@@ -47,7 +47,7 @@ def share_in_turns(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -
 
 
 def _kept(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -> dict[str, MemoryNeeds]:
-    """The pinned models and, smallest first, the small ones beside which each of the others fits."""
+    """The pinned models and, smallest first, the small ones with which each of the others fits."""
     kept = {name: needs for name, needs in models.items() if name in pinned}
     small = [name for name, needs in models.items() if name not in pinned and _is_small(needs)]
     for name in sorted(small, key=lambda name: models[name].fixed_bytes + models[name].least_bytes):

@@ -149,7 +149,7 @@ class Links:
 
 
 class LinkedWorld:
-    """See World."""
+    """World over a link to the switchboard."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", rank: int) -> None:
         self._socket = socket
@@ -165,7 +165,7 @@ class LinkedWorld:
 
 
 class LinkedPeers:
-    """See Peers."""
+    """Peers over a link to the switchboard."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", place: int, count: int) -> None:
         self._socket = socket
@@ -188,7 +188,7 @@ class LinkedPeers:
 
 
 class LinkedSender:
-    """See HiddenSender. It never waits: the plans in flight bound the queue."""
+    """HiddenSender over a link. It never waits: the plans in flight bound the queue."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
@@ -202,7 +202,7 @@ class LinkedSender:
 
 
 class LinkedReceiver:
-    """See HiddenReceiver."""
+    """HiddenReceiver over a link."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket

@@ -35,7 +35,7 @@ decode_call = msgspec.msgpack.Decoder(ShelfCall).decode
 
 
 class Outbox:
-    """All texts of one engine, in the switchboard."""
+    """Texts that the ranks of one engine leave for each other, kept in the switchboard."""
 
     def __init__(self) -> None:
         self._texts: dict[str, bytes] = {}

@@ -93,7 +93,7 @@ class KeysFile:
     def _check_that_others_cannot_write(self) -> None:
         if self.path.stat().st_mode & stat.S_IWOTH:
             raise self._wrong(
-                "everybody on this machine can write it, and so let anybody in", f"chmod o-w {self.path}"
+                "every user of this machine can write it, and so add keys", f"chmod o-w {self.path}"
             )
 
     def _keys(self, content: object) -> tuple[ApiKey, ...]:

@@ -82,10 +82,10 @@ class EdgeOptions:
             form="llm.example.com, or *",
             metavar="NAME",
         ),
-        "Name under which clients may reach a server without keys, beside localhost, addresses and the names "
-        "of --cors-origin; elsewhere than on a loopback address also beside names that nobody else can own: "
-        "the machine's, those without a dot, those under local, internal, svc, lan and the like. A page of a "
-        "foreign name that points to this machine would else read what the server shows. Repeat it for "
+        "Name under which clients may reach a server without keys, besides localhost, addresses and names "
+        "of --cors-origin; elsewhere than on a loopback address it answers to names that no stranger can own "
+        "too: the machine's, those without a dot, those under local, internal, svc, lan and the like. So a "
+        "page of a foreign name that points to this machine cannot read what the server shows. Repeat it for "
         "several; * allows all. The server's own page may be opened by all these names but those that only "
         "* allows.",
         arity=Arity.MANY,
@@ -93,14 +93,14 @@ class EdgeOptions:
     )
     state_folder: str | None = _replies(
         Text(metavar="FOLDER"),
-        "Keep files and batches (/v1/files, /v1/batches) in a SQLite database in this folder, so that they "
-        "survive a restart; one server to a folder. Each answer is written to disk before it counts.",
+        "Keep files, batches (/v1/files, /v1/batches) and responses in the background in a SQLite database "
+        "in this folder, through a restart; one server to a folder. Each answer is on disk before it counts.",
         open_default="no files and batches",
     )
     state_max_size: int = _replies(
         Bytes(low=2**20, high=2**44),
-        "Uploads and new batches are refused while all that is kept in the state folder is larger. Answers "
-        "of batches under way are kept, for each key so many bytes.",
+        "Uploads and new batches are refused while all that is kept in the state folder is larger. A batch "
+        "under way goes on until the files of its key alone are as large.",
         default=4 * 2**30,
     )
     page: str | None = _address(
@@ -153,8 +153,8 @@ class EdgeOptions:
     )
     enable_admin: bool = _address(
         Switch(),
-        "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
-        "of tenants. It needs a key like other routes.",
+        "Answer /admin/: what every live request does or waits for, with the names of tenants, a reset of "
+        "the prefix cache, and the page's live view. With keys it needs one that may administer.",
         default=False,
     )
     health_port: int | None = _address(

@@ -170,7 +170,7 @@ class ModelOptions:
         "runs on all of them; the first listens for requests, and the memory that options ask for is that of "
         "each. More machines hold larger models; each stage that is elsewhere makes a token later by the "
         "time that its numbers travel.",
-        open_default="LWS_GROUP_SIZE, or WORLD_SIZE beside MASTER_ADDR, or 1",
+        open_default="LWS_GROUP_SIZE, or WORLD_SIZE with MASTER_ADDR, or 1",
     )
     node_rank: int | None = _model(
         Count(low=0, high=63, metavar="NUMBER"),
@@ -259,7 +259,7 @@ class ModelOptions:
         Choice(words=("none", "int8")),
         "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
         "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
-        "beside it. Needs the CPU or GPU kernels.",
+        "too. Needs the CPU or GPU kernels.",
         default="none",
     )
     activations: str = _model(

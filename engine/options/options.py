@@ -88,7 +88,7 @@ class Options(AdapterOptions, SpeculationOptions, EdgeOptions, MediaOptions):
         Count(low=1, high=65534, metavar="PORT"),
         "Publish which prompts the prefix cache has got and lost, in the form of vLLM's KV events (ZeroMQ), "
         "for routers that choose a server by its cache. Old events can be asked for at the next port. They "
-        "hold the tokens of all prompts and answers but those of private keys, for anybody who connects.",
+        "hold the tokens of all prompts and answers but those of private keys, and no key is asked for.",
         open_default="no events",
     )
     kv_events_host: str | None = _kv_cache(
@@ -208,9 +208,8 @@ class Options(AdapterOptions, SpeculationOptions, EdgeOptions, MediaOptions):
     )
     target_first_token: float | None = _requests(
         Duration(low=0.001, high=1e6),
-        "Time in which first tokens are to come, for autoscalers: the metric "
-        "tokenyard:first_token_target_seconds, beside which the foreseen times are put. No request is "
-        "refused for it.",
+        "Time in which first tokens are to come, for autoscalers, which compare the foreseen times with it: "
+        "the metric tokenyard:first_token_target_seconds. No request is refused for it.",
         open_default="none is published",
     )
     request_timeout: float = _requests(

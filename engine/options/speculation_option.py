@@ -50,8 +50,8 @@ class SpeculationOptions(ModelOptions):
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
         '{"method": "draft_model", "model": MODEL} or "eagle3" asks MODEL, see --speculative-model; '
-        '{"method": "mtp"} the head that some checkpoints have for it, as is done by itself on CPUs where it '
-        'can be; {"method": "off"} leaves that head out. Not with several stages.',
+        '{"method": "mtp"} the head that some checkpoints have for it, which one rank on a CPU asks by '
+        'itself if they have 1 GiB or more; {"method": "off"} leaves that head out. Not with several stages.',
         open_default="the `prediction` of a request, and the checkpoint's head, are used",
     )
     speculative_model: str | None = _scheduler(

@@ -24,7 +24,7 @@ class FramedChild:
     """A process of ours, begun by `start`; for one caller at a time."""
 
     def __init__(self, module: str, **environment: str) -> None:
-        """`module` is run with the id of this process as its argument."""
+        """Name the module to run, which gets the id of this process as its argument."""
         self._module = module
         self._environment = environment
         self._child: asyncio.subprocess.Process | None = None
@@ -35,7 +35,7 @@ class FramedChild:
         return self._child.pid if self._child is not None and self._child.returncode is None else None
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Start the process. Raises OSError."""
         self._child = await asyncio.create_subprocess_exec(
             *child_process.INTERPRETER,
             *("-m", self._module, str(os.getpid())),

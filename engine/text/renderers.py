@@ -104,7 +104,7 @@ class _Renderer:
         self._channel.close()
 
     def _receive(self, deadline_s: float) -> Rendering:
-        """Raises TimeoutError, ConnectionError, and DecodeError for bytes that are no message."""
+        """Read an answer. Raises TimeoutError, ConnectionError, and DecodeError for what is no message."""
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline_s))
         if length > _MAX_REPLY_BYTES:
             raise msgspec.DecodeError
@@ -161,7 +161,7 @@ class Renderers:
         return answer
 
     def render(self, chat: Chat, *, timeout_s: float) -> Rendering:
-        """Raises TimeoutError, RendererEnded, CannotRender, UnicodeEncodeError for half a surrogate pair."""
+        """Render a chat. Raises TimeoutError, RendererEnded, CannotRender, UnicodeEncodeError."""
         framed = frame(chat)
         renderer = self._take()
         try:
@@ -229,7 +229,7 @@ class Renderers:
             raise
 
     def _ask(self, renderer: _Renderer, framed: bytes, timeout_s: float) -> Rendering:
-        """Raises TimeoutError, RendererEnded; the log has a line of it, without anything of the chat."""
+        """Ask a process. Raises TimeoutError, RendererEnded, each with a line in the log without the chat."""
         try:
             return renderer.ask(framed, timeout_s)
         except TimeoutError:

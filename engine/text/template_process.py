@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _serve(answers: BinaryIO) -> None:
-    """Raises ConnectionError, MemoryError."""
+    """Compile the program, then render each chat that comes. Raises ConnectionError, MemoryError."""
     program = read_message(Program)
     if program is None:
         return

@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json with the tokens of the files beside it. Raises TokenizerError."""
+        """Read tokenizer.json with the tokens of the files next to it. Raises TokenizerError."""
         path = find_vocabulary(folder) or folder / TOKENIZER
         try:
             with _without_stacks():
@@ -153,7 +153,7 @@ class Tokenizer:
         num_texts = 1 if second is None else 2
         if room < num_texts:
             raise RequestRejected(
-                f"must leave room for {num_texts} tokens beside {max_tokens - room} special ones",
+                f"must leave room for {num_texts} tokens besides {max_tokens - room} special ones",
                 param="truncate_prompt_tokens",
             )
         first_encoding = self._encode(text, SpecialTokens.SKIP)

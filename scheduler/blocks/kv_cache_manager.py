@@ -31,7 +31,7 @@ from scheduler.sequence import BlockTable, Sequence
 _MOST_KEEPING_S = 0.01
 _MOST_KEPT_BLOCKS = 1024
 _POINTS_PART = 4
-"""At most one block in so many is kept for states that prompts may go on from; two of these in any case."""
+"""Number of blocks to one that is kept for states that prompts may go on from; two in any case."""
 
 
 class KVCacheManager:

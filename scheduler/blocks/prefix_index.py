@@ -165,7 +165,7 @@ class PrefixIndex:
                 self._new_tails.append((key, self.row_at(seq, self._num_findable_of_prompt(seq))))
 
     def row_at(self, seq: Sequence, place: int) -> Row:
-        """Blocks that a sequence holds at a place, of all groups."""
+        """Return the blocks that a sequence holds at a place, group after group."""
         rows = [seq.tables[group].row(place, self._groups[group].num_stripes) for group in self._paged]
         return tuple(chain.from_iterable(rows))
 
@@ -283,7 +283,7 @@ class PrefixIndex:
         self._note_use(self._ends.rows, parent)
 
     def give_up_points(self, max_blocks: int) -> list[Row]:
-        """Forget the points that were used longest ago, until all others have so many blocks at most."""
+        """Forget the points that were used longest ago, until the others have at most `max_blocks`."""
         rows: list[Row] = []
         if self._fixed is not None:
             while len(self._state_cache.blocks) + len(self._ends.rows.blocks) > max_blocks:
@@ -368,7 +368,7 @@ class PrefixIndex:
         return hit
 
     def _find_end(self, seq: Sequence, tests: list[IsFound], places: range) -> tuple[int, ReplyEnd] | None:
-        """End of a reply behind one of so many full places, and that place; the last that windows have."""
+        """Find the last end of a reply that windows have, behind one of `places`, and that place."""
         pairs = list(zip(self._groups, tests, strict=True))
         for place in reversed(places):
             parent, start = self._parent_key(seq, place), place * self._block_size
@@ -471,7 +471,7 @@ class PrefixIndex:
         return self._keys(seq, place)[place - 1] if place else root_key(seq.cache_salt, seq.adapter)
 
     def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """At least the first `num_blocks` keys of `seq`."""
+        """Return the keys of `seq` so far, the first `num_blocks` at least."""
         keys = seq.block_keys
         while len(keys) < num_blocks:
             start = len(keys) * self._block_size

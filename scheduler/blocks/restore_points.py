@@ -7,7 +7,7 @@ full place; and which points are given up once they are too many.
                                 ^ fork: others part here       ^ end of the last message   ^ end of the reply
 
 Points of a running sequence are ends of blocks, under whose keys they are found. The end of a reply is where
-it is: a sequence with a state leaves it in its own blocks, and the beginning of a place beside it. What a
+it is: a sequence with a state leaves it in its own blocks, and the beginning of a place with it. What a
 window reaches there is given back last, and needs no more.
 Sources: points where prompts part are the rule of Marconi, arXiv:2411.19379.
 """

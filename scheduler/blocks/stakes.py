@@ -33,7 +33,7 @@ class Stakes:
         return max(seq.num_computed_tokens - end * self._block_size, 0)
 
     def num_tokens_lost(self, seq: Sequence, num_from_free: int) -> float:
-        """Computed tokens of a sequence that gives up its blocks for one which takes so many free ones.
+        """Count the computed tokens that a sequence loses to one which takes `num_from_free` free blocks.
 
         Its tail is reused first; the prefix cache keeps the rest for a while.
         """

@@ -55,7 +55,7 @@ class _Speeds:
         self.plain_s += max(_LEARNING, 1.0 / self.num_plain) * (min(seconds, most) - self.plain_s)
 
     def learn_trial(self, seconds: float, tokens: float) -> None:
-        """Take in a turn of a trial; end it if turns without drafts are as good."""
+        """Take in a turn of a trial with its tokens for each sequence; end the trial if it does not pay."""
         self.num_left -= 1
         self.num_turns += 1
         self.trial_s += min(seconds, _MAX_SURPRISE * (1.0 + tokens) * self.plain_s)

@@ -50,7 +50,7 @@ class LazyHeap:
         return heap[0][2] if heap else None
 
     def first(self, num: int) -> list[Sequence]:
-        """At most `num` sequences, in order. O(num * log n)."""
+        """List the first sequences in order, at most `num`. O(num * log n)."""
         entries: list[Entry] = []
         while len(entries) < num and (heap := self._best()):
             entries.append(heappop(heap))

@@ -36,7 +36,7 @@ _Queue = WaitingQueue | FairWaitingQueue
 
 
 class RequestQueues:
-    """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
+    """Queues of sequences: the running ones by `running_rank`, and waiting ones that know their first."""
 
     def __init__(self, config: SchedulerConfig, order: OrderOfService) -> None:
         self._order = order

@@ -51,7 +51,7 @@ class WaitingQueue:
         return self.peek()
 
     def after_first(self, num: int) -> list[Sequence]:
-        """At most `num` sequences behind the first one, in order. O(num * log(waiting))."""
+        """List the sequences behind the first one in order, at most `num`. O(num * log(waiting))."""
         return self._heap.first(num + 1)[1:]
 
     def remove(self, seq: Sequence) -> None:  # noqa: ARG002 - FairWaitingQueue needs it

@@ -66,7 +66,7 @@ class Ticket(Generic[OwnerT]):
 
 
 class Dispatcher(Generic[OwnerT]):
-    """`add` and the notes of what became of a request; after each of them, `next` until it returns None."""
+    """Line before several engines: after `add` or a note of a request, call `next` until it returns None."""
 
     def __init__(self, num_engines: int, options: SchedulerOptions) -> None:
         self.views = [EngineView() for _ in range(num_engines)]

@@ -12,7 +12,7 @@ _MAX_GAPS = 256
 _MAX_ARRIVALS = 1024
 _MIN_STARTS = 2
 _LEAST_SHARE = 0.1
-"""Share of the starts that is left for a sequence, however many more urgent ones come: it is not told
+"""Share of the starts that is left for a sequence, however many more urgent ones come: no forecast says
 that it will never start."""
 
 
@@ -91,7 +91,7 @@ class PromptTimes:
         """Weights, tokens, seconds, tokens squared, tokens by seconds."""
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a prompt; one that was found in the prefix cache makes the line flatter."""
+        """Take in a prompt and its seconds. Tokens that were cached count too, and make the line flatter."""
         weight, tokens, total_s, squares, products = (_DECAY * each for each in self._sums)
         self._sums = (
             weight + 1.0,

@@ -39,7 +39,7 @@ TOO_LATE = "computing its prompt would take longer than its time limit leaves"
 
 
 class Admission:
-    """`finish` ends a sequence for which there can never be room."""
+    """Admission of waiting sequences; `finish` ends one for which there can never be room."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Room for encoder outputs, of images say, until the prompt's positions for them are computed.
 
-Never: encodes. The worker encodes what plans name, beside their steps, and says when an output is there.
+Never: encodes. The worker encodes what plans name, in their steps, and says when an output is there.
 
 A sequence claims room once it runs; then its shares end before the first input whose output is not there yet.
 Waiting sequences hold nothing, and one claims in the order of its positions: so none of them waits for

@@ -28,7 +28,7 @@ _GROWING_CROWD, _LARGE_CROWD = 8, 12
 # decodes of a slow machine would take four times as long and more.
 _LONGEST_OF_CROWD_S, _UNCUT_PREFILL_SHARE = 0.6, 0.6
 
-# Encoding beside a step that others wait for makes their tokens come later by this part of it, in the mean.
+# Encoding in a step that others wait for makes their tokens come later by this part of it, in the mean.
 # Without others, messages are read after the longest slice.
 _ENCODER_PART, _SHORTEST_SLICE_S, _LONGEST_SLICE_S = 0.2, 0.001, 0.2
 # A slice that took too long costs this many at most: some encoding goes on, however long its parts are.
@@ -57,7 +57,7 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
 
 
 def encoder_slice_s(state: SchedulerState, plan: PlanDraft, owed_s: float) -> tuple[float, float]:
-    """Time for encoding beside a step, a part of it where others wait for its tokens; and what is owed then.
+    """Time for encoding in a step, a part of it where others wait for its tokens; and what is owed then.
 
     `owed_s` is what slices before took beyond theirs.
     """

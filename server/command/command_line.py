@@ -2,7 +2,7 @@
 
 Owns: the parser that these commands share, and the advice about an unknown flag, also about one that vLLM,
 llama.cpp or TGI has: it is not accepted, since it may mean something different there, but for switches that
-change nothing here, which are told and passed over.
+change nothing here: they are passed over, with a line that says so.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _NOT_NEEDED = {
     "max-logprobs": "a request may ask for 20 at each token, and no more",
     "max-log-len": "texts of requests are never logged",
     "generation-config": "the checkpoint's file is read: --override-generation-config wins over it",
-    "disable-fastapi-docs": "there are no such pages; /openapi.json is always there",
+    "disable-fastapi-docs": "--page off takes /docs away; /openapi.json is always there",
     "enable-force-include-usage": "a stream has its usage where stream_options asks for it",
     "seed": "a request names its seed; without one, each reply is another",
     **dict.fromkeys(("runner", "convert"), "use --task"),
@@ -80,7 +80,7 @@ _PASSED_OVER = {
     **dict.fromkeys(("O0", "O1", "O2", "O3"), "kernels are chosen at the start"),
     "enable-expert-parallel": "experts are divided as --tensor-parallel-size says",
     **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
-    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),
+    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on unless --tool-call-parser is none"),
     **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
     **dict.fromkeys(("enable-chunked-prefill",), "long prompts are always computed in parts"),
     **dict.fromkeys(("async-scheduling",), "steps are planned ahead wherever that is possible"),

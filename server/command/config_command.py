@@ -60,7 +60,7 @@ def rows_of(sources: Mapping[Source, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def _row(name: str, options: Options, source: Source) -> dict[str, Any]:
-    """`value` as the file would have it, `shown` as a person would write it."""
+    """Describe an option: `value` as the file has it, `shown` as a person writes it, and its origin."""
     declaration, value = DECLARATIONS[name], getattr(options, name)
     if source is Source.DEFAULT and declaration.open_default:
         return {"value": None, "shown": declaration.open_default, "origin": source.value}

@@ -95,7 +95,7 @@ def _socket(path: str) -> Finding:
 
 
 def _connections() -> Finding:
-    """After `listen`, which raises the soft limit of open files as far as it may."""
+    """Count the connections, after `listen`, which raises the soft limit of open files as far as it may."""
     num = num_connections_allowed()
     what = f"{num} at once, as open files allow"
     if num >= MAX_CONNECTIONS:

@@ -29,8 +29,9 @@ that most need, --help=all all of them.
 _MAN_USAGE = "usage: tokenyard man | man -l -\n\nPrint the manual page.\n"
 _EXIT_CODES = (
     ("0", "done, or ended by SIGTERM"),
+    ("1", "doctor: serve would fail; others: the server or the hub refused, or a request failed"),
     ("2", "a mistake on the command line"),
-    ("69", "chat, complete, top: there is no server"),
+    ("69", "chat, complete, top, run-batch, pull: no server, or no hub, answers"),
     ("70", "the engine or the HTTP server ended by itself, or there was no process to render chats in"),
     ("78", "the model cannot be served"),
     ("98", "the port is in use"),

@@ -39,7 +39,7 @@ def build_parser() -> Parser:
         "safetensors, compared with the checksums that the hub publishes. Run it again to go on after an "
         "interruption.",
         epilog="HF_ENDPOINT names a mirror, HF_HOME the folder of the cache, HF_TOKEN a token for models "
-        "that are not public. Nothing else of this program fetches anything.",
+        "that are not public. No other command fetches a model.",
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="ORG/NAME", help="the model's name on the hub")

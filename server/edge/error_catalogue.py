@@ -58,7 +58,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         "a type, a bound, or a contradiction; `param` says where, `message` what is right"
     ),
     "unsupported_parameter": _wrong("a field, or a value of it, that this server or model has no use for"),
-    "unknown_parameter": _wrong("a field that nobody knows, under `--strict-fields`"),
+    "unknown_parameter": _wrong("a field that this server does not know, under `--strict-fields`"),
     "context_length_exceeded": _wrong(
         "prompt, or prompt and `max_tokens`, exceed the context window or the KV cache"
     ),

@@ -139,7 +139,7 @@ class ForeignHost(EdgeError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            "this server needs no key, and so answers to no name that somebody else may own; allow it with"
+            "this server needs no key, and so answers to no name that a stranger may own; allow it with"
             f" --allowed-host {name}, or set an API key"
         )
 
@@ -327,7 +327,7 @@ class ErrorBoundary:
         count: Callable[[str], None] = lambda _: None,
         shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
-        """`count` is called with the code of every error; `shapes` are by beginning, as in `shape_at`."""
+        """Call `count` with the code of every error; `shapes` are by beginnings of paths (`shape_at`)."""
         self._app = app
         self._count = count
         self._shapes = shapes or {}

@@ -41,7 +41,7 @@ class AdapterStore:
     def __init__(
         self, model: AdaptableModel, limits: AdapterLimits, *, max_num_seqs: int, ranks: Ranks = ALONE
     ) -> None:
-        """Start empty. On several ranks the stores of all make the same calls between the same steps."""
+        """Start without adapters. The stores of all ranks get the same calls between the same steps."""
         self._targets, self._parts, self._step, self._dtype = model
         self._limits, self._ranks = limits, ranks
         self._folders: dict[str, str] = {}

@@ -128,7 +128,7 @@ class LayerGroup(NamedTuple):
 
     group: CacheGroup
     layers: tuple[int, ...]
-    """They are dealt to its stripes one by one."""
+    """Numbers of the layers, which are dealt to its stripes in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)

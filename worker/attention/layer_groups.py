@@ -56,7 +56,7 @@ def _lifetimes(layout: BlockLayout, longest: int) -> dict[int, Lifetime]:
 
 
 def _divided(layout: BlockLayout, lifetimes: Mapping[int, Lifetime], num_stripes: int) -> BlockLayout:
-    """Give the group that keeps most so many stripes, and others as few as such blocks allow."""
+    """Give `num_stripes` to the group that keeps most, and others as few as such blocks allow."""
     by_lifetime: dict[Lifetime, list[int]] = {}
     for layer_idx, lifetime in lifetimes.items():
         by_lifetime.setdefault(lifetime, []).append(layer_idx)
@@ -71,7 +71,7 @@ def _divided(layout: BlockLayout, lifetimes: Mapping[int, Lifetime], num_stripes
 
 
 def _largest_stripe(layout: BlockLayout, layers: list[int], num_stripes: int) -> int:
-    """Count the numbers of a token in the largest of so many stripes."""
+    """Count the numbers of a token in the largest of `num_stripes` stripes."""
     stripes = [layers[stripe::num_stripes] for stripe in range(num_stripes)]
     return max(sum(layout.layers[layer_idx].numel for layer_idx in stripe) for stripe in stripes)
 

@@ -150,7 +150,7 @@ def find_weights(folder: Path) -> list[WeightFile]:
     """
     if (folder / _ADAPTER).exists():
         raise StartupError(
-            f"{folder} has {_ADAPTER} beside a model's files, and nothing says whether the weights have the "
+            f"{folder} has {_ADAPTER} next to a model's files, and nothing says whether the weights have the "
             "adapter in them",
             fix=f"remove {_ADAPTER} if they have; else move the adapter to a folder for --lora-modules",
         )

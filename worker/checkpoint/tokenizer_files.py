@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer.json, or one made of its vocabulary, with the tokens that files beside it name.
+"""A checkpoint's tokenizer.json, or one made of its vocabulary, with the tokens that files next to it name.
 
 Owns: which tokens those are, the names by which templates know them, and the token that ends a text.
 Source: transformers' AutoTokenizer, whose ids these tokens get.

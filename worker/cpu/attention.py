@@ -95,7 +95,7 @@ class LayerAttention(AttentionBackend, Protocol):
 
 
 class CpuAttention:
-    """See LayerAttention. One step at a time."""
+    """LayerAttention by the CPU's kernels, for one step at a time."""
 
     def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
         self._ref = RefAttention(cache, device)

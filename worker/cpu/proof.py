@@ -34,7 +34,7 @@ _TRIED_ROWS, _TRIED_OUTPUTS, _TRIED_INPUTS = 37, 160, 176
 
 
 def multiplies_exactly(kernels: Kernels, other: Kernels) -> bool:
-    """Try bf16 and int8. Rows alone must be those among others, and whole numbers summed as by `other`."""
+    """Try bf16 and int8: true if rows alone give the same as among others, and int8 the sums of `other`."""
     generator = torch.Generator().manual_seed(_SEED)
     x_TK = torch.randn((_TRIED_ROWS, _TRIED_INPUTS), generator=generator).bfloat16()
     numbers_NK = torch.randn((_TRIED_OUTPUTS, _TRIED_INPUTS), generator=generator).bfloat16()

@@ -35,7 +35,7 @@ _DEFAULT_BACKEND = next(iter(ATTENTION_BACKENDS))
 
 
 class CpuToolkit:
-    """See Toolkit. Quantization is of the layers that are fused, and of the output layer by itself."""
+    """Toolkit of CPUs. Quantization is of fused layers, and of the output layer by itself."""
 
     device_kind, option = "CPU", "--cpu-kernels"
     runs_ahead = False

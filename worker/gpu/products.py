@@ -53,7 +53,7 @@ TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1, find_hindran
 
 
 def round_weight(quantization: Quantization | None, linear: Linear) -> Linear:
-    """Round weights, unless there is no product by the result."""
+    """Round a layer's weights; return it as it was where no product takes the rounded ones."""
     rounded = linear if quantization is None else quantization.quantize(linear)
     return rounded if TAKEN.include(rounded) else linear
 

@@ -26,7 +26,7 @@ from worker.worker_errors import StartupError
 
 
 class GpuToolkit:
-    """See Toolkit."""
+    """Toolkit of GPUs: Triton kernels, cuBLAS and libraries of attention."""
 
     name, device_kind, option = "Triton", "GPU", "--gpu-kernels"
     runs_ahead = True

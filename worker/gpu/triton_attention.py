@@ -22,7 +22,7 @@ from worker.model.layer_parts import RmsNorm
 
 
 class TritonAttention:
-    """See PagedAttention (attention.py). One step at a time."""
+    """PagedAttention by Triton kernels (attention.py), for one step at a time."""
 
     index_keys = None
 

@@ -120,7 +120,7 @@ def _served_part(config: Any, kind: ModelKind, files: list[WeightFile]) -> Any:
 def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
     """Name the dtype that the weights will have; None for that of the files.
 
-    Of a model with towers, the text part may be the one that says it. Raises StartupError for no name of one.
+    The part for text may name it alone. Raises StartupError for a name that is none of a dtype.
     """
     if dtype != "auto":
         return dtype

@@ -352,7 +352,7 @@ def divide_layout(
 def layout_of_stage(layout: BlockLayout, stage: Stage) -> DividedLayout:
     """Keep the layers of a stage. A state takes as many blocks as in the stage that needs most.
 
-    Raises StartupError where a stage would have no layer, or recurrent ones alone beside others that attend.
+    Raises StartupError where a stage would have no layer, or recurrent ones alone where others attend.
     """
     asked, num_layers = f"--pipeline-parallel-size {stage.count}", len(layout.by_layer)
     if stage.count > max(num_layers, 1):

@@ -156,7 +156,7 @@ class Rounding:
 
     @property
     def tolerance(self) -> float | None:
-        """Return the error that rounding explains; None without any."""
+        """Return the relative error of logits that rounding explains; None without rounding."""
         parts = [part.tolerance for part in (self.layers, self.head, self.of_inputs) if part is not None]
         return max(parts, default=None)
 

@@ -222,7 +222,7 @@ def _first_parameter(experts: Any) -> str:
 
 
 class _GroupedExperts:
-    """See ExpertLinears."""
+    """ExpertLinears of a module whose experts are codes."""
 
     def __init__(self, module: QuantizedExperts) -> None:
         self._module = module

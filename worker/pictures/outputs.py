@@ -19,7 +19,7 @@ class Hold(NamedTuple):
 
 
 class OutputCache:
-    """Room is counted in places of pictures. Plans never claim more than there is."""
+    """Cache of outputs. Its room is counted in places of pictures; plans never claim more than there is."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
@@ -27,7 +27,7 @@ class OutputCache:
         self._holds: dict[str, set[Hold]] = {}
 
     def get(self, content: str, num_tokens: int) -> PictureRows | None:
-        """Look up an output of so many rows, which was used last from now on."""
+        """Look up an output of `num_tokens` rows, and mark it as used last."""
         found = self._outputs.get(content)
         if found is None or len(found.embeds_PH) != num_tokens:
             return None
@@ -46,7 +46,7 @@ class OutputCache:
         self._outputs[content] = rows
 
     def hold(self, content: str, hold: Hold) -> None:
-        """Keep an output until this claim is let go."""
+        """Keep an output, which may not be there yet, until this claim is let go."""
         self._holds.setdefault(content, set()).add(hold)
 
     def is_held(self, content: str) -> bool:

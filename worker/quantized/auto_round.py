@@ -52,7 +52,7 @@ class AutoRoundRules:
 
 
 def read_auto_round_rules(config: dict[str, Any]) -> AutoRoundRules:
-    """Raises QuantizationRefused."""
+    """Read the rules of AutoRound from its `quantization_config`. Raises QuantizationRefused."""
     found = {
         name: _reader({**config, **settings}) for name, settings in (config.get("extra_config") or {}).items()
     }

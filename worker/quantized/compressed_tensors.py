@@ -162,7 +162,7 @@ class CompressedTensorsRules(SelfReadingRules):
 
 
 def read_compressed_tensors_rules(config: dict[str, Any]) -> Rules:
-    """Raises QuantizationRefused."""
+    """Read the rules of compressed-tensors from its `quantization_config`. Raises QuantizationRefused."""
     for name, is_harmless in (("sparsity_config", _is_dense), ("transform_config", lambda found: not found)):
         if not is_harmless(config.get(name)):
             raise QuantizationRefused(

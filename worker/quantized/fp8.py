@@ -60,7 +60,7 @@ def _scale_name(tensors: ModuleTensors) -> str:
 
 
 def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
-    """Raises QuantizationRefused."""
+    """Read the rules of FP8 from its `quantization_config`. Raises QuantizationRefused."""
     block = config.get("weight_block_size")
     unknown = [
         f"{name} {config[name]}"
@@ -80,7 +80,7 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
 
 
 def read_mxfp8_rules(config: dict[str, Any]) -> Fp8Rules:
-    """Raises QuantizationRefused."""
+    """Read the rules of MXFP8 from its `quantization_config`. Raises QuantizationRefused."""
     return read_fp8_rules({**config, "weight_block_size": config.get("weight_block_size") or _MX_BLOCK})
 
 

@@ -106,7 +106,7 @@ class GptqRules:
 
 
 def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
-    """Raises QuantizationRefused."""
+    """Read the rules of GPTQ from its `quantization_config`. Raises QuantizationRefused."""
     version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if version not in _ADDED_TO_ZEROS:
         raise QuantizationRefused(

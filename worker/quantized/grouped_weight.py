@@ -184,7 +184,7 @@ class GroupedWeight:
         return self.with_parts(_BY_GROUP, change, codes=codes, scale_units_NU=None, offset_units_NU=None)
 
     def merge(self, others: Sequence[Self]) -> Self:
-        """See `merged`."""
+        """Merge with weights of the same inputs, as `merged` does."""
         return merged([self, *others])
 
     def to(self, device: torch.device | str) -> Self:

@@ -45,7 +45,7 @@ def powers_of_two(tensors: ModuleTensors, name: str, exponents: Tensor) -> Tenso
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """See powers_of_two. Raises ValueError."""
+    """Return the scales of exponents (e8m0) as float32. Raises ValueError for one that is no number."""
     if bool((exponents == _NOT_A_NUMBER).any()):
         raise ValueError("scales that are not a number")
     bits = exponents.int() << _MANTISSA_BITS

@@ -115,7 +115,7 @@ class ModuleTensors:
 
 
 class Reader(Protocol):
-    """From the tensors of one module to its weight."""
+    """Reader of the tensors of one module, which makes them its weight."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         """The weight of a linear module [N, K]. Raises QuantizationRefused."""

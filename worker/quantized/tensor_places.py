@@ -37,7 +37,7 @@ class TensorTarget:
 
 
 class TensorPlaces:
-    """From names in a checkpoint to the model's, as transformers would load them."""
+    """Map of names in a checkpoint to the model's, as transformers would load them."""
 
     def __init__(self, model: Any) -> None:
         mapping = get_model_conversion_mapping(model)

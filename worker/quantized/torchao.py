@@ -55,7 +55,7 @@ class TorchAoRules(SelfReadingRules):
 
 
 def read_torchao_rules(config: dict[str, Any]) -> TorchAoRules:
-    """Raises QuantizationRefused for a config that is none of torchao's own objects."""
+    """Read torchao's rules. Raises QuantizationRefused for a config that is none of its own objects."""
     kind = config.get("quant_type")
     if not isinstance(kind, dict) or not isinstance(kind.get("default"), dict):
         raise QuantizationRefused(

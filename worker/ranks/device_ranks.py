@@ -94,7 +94,7 @@ class DeviceWorld:
 
 
 class DeviceRanks(GatheringRanks):
-    """See Ranks. Not for several threads at once."""
+    """Ranks whose devices exchange. Not for several threads at once."""
 
     def __init__(
         self, directory: Path, config: WorkerConfig, place: RankPlace, links: NodeLinks | None = None

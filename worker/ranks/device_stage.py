@@ -56,7 +56,7 @@ class _DeviceEnd:
 
 
 class DeviceReceiver(_DeviceEnd):
-    """See HiddenReceiver."""
+    """HiddenReceiver whose device receives, in the order of its work."""
 
     def _exchange_first(self, number: Tensor) -> None:
         dist.recv(number, group=self._group, group_src=_FIRST)
@@ -74,7 +74,7 @@ class DeviceReceiver(_DeviceEnd):
 
 
 class DeviceSender(_DeviceEnd):
-    """See HiddenSender."""
+    """HiddenSender whose device sends, in the order of its work."""
 
     def __init__(self, max_graph_tokens: int) -> None:
         super().__init__(max_graph_tokens)
@@ -109,7 +109,7 @@ class DeviceSender(_DeviceEnd):
 
 
 class _HostReceiver(NamedTuple):
-    """See HiddenReceiver."""
+    """HiddenReceiver through the memory of the host."""
 
     way: HiddenReceiver
 
@@ -124,7 +124,7 @@ class _HostReceiver(NamedTuple):
 
 
 class _HostSender(NamedTuple):
-    """See HiddenSender."""
+    """HiddenSender through the memory of the host."""
 
     way: HiddenSender
 

@@ -13,7 +13,7 @@ from worker.worker_errors import StartupError
 
 
 class GatheringRanks:
-    """See Ranks. A subclass gathers."""
+    """Ranks that agree by gathering, which a subclass does."""
 
     rank: int
     size: int

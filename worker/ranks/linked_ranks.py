@@ -56,7 +56,7 @@ class Peers(Protocol):
 
 
 class LinkedRanks(GatheringRanks):
-    """See Ranks. Not for several threads at once."""
+    """Ranks of a stage on several nodes. Not for several threads at once."""
 
     def __init__(self, here: Ranks, peers: Peers, world: World, *, rank: int, size: int) -> None:
         """Join `here`, the ranks of this node, and `peers` to one group."""

@@ -31,7 +31,7 @@ from worker.ranks.stage import (
 
 
 class SharedRanks(GatheringRanks):
-    """See Ranks. Not for several threads at once."""
+    """Ranks over memory that their processes share. Not for several threads at once."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 
 
 class HiddenSender(Protocol):
-    """Way to the next stage."""
+    """Sender of hidden states to the next stage."""
 
     def send(self, hidden: Tensor) -> None:
         """Send hidden states; wait while the next stage has not taken the ones before."""
@@ -35,7 +35,7 @@ class HiddenSender(Protocol):
 
 
 class HiddenReceiver(Protocol):
-    """Way from the stage before."""
+    """Receiver of hidden states from the stage before."""
 
     def receive(self, hidden: Tensor) -> None:
         """Wait for hidden states of the same size, and write them to `hidden`."""
@@ -115,7 +115,7 @@ class _SharedEnd:
 
 
 class SharedSender(_SharedEnd):
-    """See HiddenSender."""
+    """HiddenSender over memory that two processes share."""
 
     def __init__(self, end: PipeEnd) -> None:
         super().__init__(end)
@@ -131,7 +131,7 @@ class SharedSender(_SharedEnd):
 
 
 class SharedReceiver(_SharedEnd):
-    """See HiddenReceiver."""
+    """HiddenReceiver over memory that two processes share."""
 
     def receive(self, hidden: Tensor) -> None:
         for part in pieces_of(hidden, _PIECE_BYTES):

@@ -36,7 +36,7 @@ _num_masks_begun = 0
 
 
 def num_masks_begun() -> int:
-    """Since the start of the process: it grows within a step. Any thread may ask."""
+    """Count the masks begun since the process started, within a step too. Any thread may ask."""
     return _num_masks_begun
 
 

@@ -73,7 +73,7 @@ class Sampler(RowSampler):
         return LaunchedSample(token_ids_N, lambda: result)
 
     def _sample_places(self, logits_NV: torch.Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
-        """See RowSampler. The first rank samples all of them."""
+        """Sample places of drafts, as RowSampler asks; the first rank samples all of them."""
         lines_NV = lines_of(logits_NV, [each.line for each in places])
         return self.sample_lines(lines_NV, range(len(places)), [each.state for each in places])
 

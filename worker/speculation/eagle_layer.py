@@ -57,7 +57,7 @@ class EagleBody(LlamaModel):  # type: ignore[misc]
 
 
 class EagleHead(DraftHead):
-    """See DraftHead."""
+    """DraftHead of EAGLE-3: it reads states before some layers, and guesses from a vocabulary of its own."""
 
     def __init__(self, config: Any, target_size: int, vocab_size: int) -> None:
         """Take in the size of a hidden state of the model, and the tokens that it samples."""

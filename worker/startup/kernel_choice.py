@@ -59,7 +59,7 @@ def foresee_pictures(model: Any, dtype: torch.dtype) -> int:
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
-    """Reserve memory for weights too that ranks bring when they are divided."""
+    """Reserve memory of a GPU; for a divided model, that of weights too, which its ranks load later."""
     found = gpu_kernel_choice.reserve(
         config,
         loaded.model,

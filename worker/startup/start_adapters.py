@@ -150,6 +150,6 @@ def _check_memory(config: WorkerConfig, num_bytes: int, cache_bytes: int) -> Non
     if num_bytes > left_bytes:
         raise StartupError(
             f"{limits.max_in_memory} adapters of rank {limits.max_rank} take up to "
-            f"{format_size(num_bytes)}, and {format_size(max(0, left_bytes))} are left beside the KV cache",
+            f"{format_size(num_bytes)}, and {format_size(max(0, left_bytes))} are left by the KV cache",
             fix="ask for a smaller --max-cpu-loras, --max-lora-rank or --kv-cache-memory",
         )

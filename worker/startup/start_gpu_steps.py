@@ -46,7 +46,7 @@ def open_steps(
             sampler.warm_up(dtype)
     except torch.OutOfMemoryError as error:
         raise StartupError(
-            "memory ran out beside the KV cache", fix="lower --gpu-memory-utilization or --max-num-seqs"
+            "no memory is left next to the KV cache", fix="lower --gpu-memory-utilization or --max-num-seqs"
         ) from error
     if ready.pools.host_pool.block_bytes % WORD_BYTES == 0:
         ready.pools.host_pool.copy_with(copy_blocks)

@@ -67,7 +67,7 @@ class _Call(NamedTuple):
 
 
 class StatesInWaves:
-    """See DraftingStates. Computes each call in waves, where shares are cut. One step at a time."""
+    """DraftingStates that compute each call in waves, where shares are cut, for one step at a time."""
 
     def __init__(self, states: SteppedStates, pool_NE: Tensor, layout: StateLayout) -> None:
         self._states, self._layout = states, layout

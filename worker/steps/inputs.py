@@ -29,7 +29,7 @@ class StepInputs:
     input_ids_T: NDArray[np.int64]
     """Tokens to compute; UNKNOWN_TOKEN stands for the token that the step before samples for the same row."""
     position_ids_T: NDArray[np.int64]
-    """[T], or [3, T] where a picture's time, row and column are told apart."""
+    """[T], or [3, T] where a picture's time, row and column differ."""
     rows_T: NDArray[np.int64]
     """The row of each token."""
     logits_indices_N: NDArray[np.int64]

@@ -110,8 +110,8 @@ class _Seen:
     """Positions of each input that its rows stand at: tokens of lines and tiles may lie between."""
     payloads: dict[str, Payload]
     positions: PromptPositions | None
-    told: set[int]
-    """Offsets of the inputs of which a step has said that they are there: plans in flight ask again."""
+    reported: set[int]
+    """Offsets of the inputs that a step has reported as found: plans in flight ask again."""
 
 
 class _Reading:
@@ -196,9 +196,9 @@ class Pictures:
             except Exception as error:  # noqa: BLE001 - whatever a tower raises ends this sequence alone
                 failures[sequence_id] = _reason(error)
                 continue
-            num_found += is_found and item.offset not in seen.told
+            num_found += is_found and item.offset not in seen.reported
             num_computed += not is_found
-            seen.told.add(item.offset)
+            seen.reported.add(item.offset)
             done[sequence_id] = (*done.get(sequence_id, ()), item.offset)
         return Encoded(done, num_computed, num_found, monotonic() - begun_s)
 

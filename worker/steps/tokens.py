@@ -97,7 +97,7 @@ class HiddenStates(NamedTuple):
         return torch.cat(self.outputs.tapped, -1)
 
     def only(self, indices_S: Tensor) -> "HiddenStates":
-        """Select some tokens."""
+        """Select the tokens at `indices_S`, in this order."""
         outputs = copy.copy(self.outputs)
         outputs.last_hidden_state = self.outputs.last_hidden_state[:, indices_S]
         return HiddenStates(self.tokens.only(indices_S), outputs)

@@ -1,6 +1,6 @@
 """The memory that models need which share a device, before any of them is loaded.
 
-Owns: the budget of a device for all models, and what one takes beside its KV cache.
+Owns: the budget of a device for all models, and what one takes besides its KV cache.
 """
 
 from collections.abc import Iterator, Sequence

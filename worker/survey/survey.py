@@ -141,7 +141,7 @@ def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding
     yield _fine(
         "adapters",
         f"{len(targets.sizes)} layers can be updated; up to {limits.max_in_memory} adapters of rank "
-        f"{limits.max_rank} in memory, {format_size(found.adapter_bytes)} beside the KV cache",
+        f"{limits.max_rank} in memory, {format_size(found.adapter_bytes)} besides the KV cache",
     )
 
 

@@ -5,7 +5,7 @@ Never: a clock.
 
 Context tokens are the keys that attention reads: for each share the position after its last token. The
 base is reading the weights and starting the step, `per_token` the arithmetic, `per_decode` what each
-sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache. Where weights take
+sequence costs besides (sampling, bookkeeping), `per_context_token` reading the KV cache. Where weights take
 longer to read than to multiply, the token of a decode costs less than one of a prompt, and `per_decode` is
 below 0; together with `per_token` it never is. Steps vary about
 that as those of the trace did, drawn from a seed: the slowest of them make the tails of latencies.
@@ -27,7 +27,7 @@ from bench.trace.reading import TracedStep
 
 Floats = NDArray[np.floating[Any]]
 
-# A step that took so many times what the model says (the first one, which compiles; a machine that slept)
+# A step that took this many times what the model says (the first one, which compiles; a machine that slept)
 # is an accident and not what the model is about.
 _ACCIDENT = 10.0
 _NUM_ROUNDS = 4
@@ -206,7 +206,7 @@ class StepVariation:
 class TracedVariation:
     """Durations at the speed that the machine had at the same time; how single steps vary about it is drawn.
 
-    A factor of one step says how far the model is off as well as how fast the machine was. Beside much the
+    A factor of one step says how far the model is off as well as how fast the machine was. Next to much the
     same batch at the same time it would hide the error of the model. The median over some seconds of steps
     of its kind hides only an error that lasts as long.
     """
@@ -291,7 +291,7 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     """Least squares of the relative error; nothing in a step takes less than no time. Raises FitError.
 
     Relative, because a step of 5 ms matters as much to those who wait for its tokens as one of 500 ms.
-    Steps that copied blocks from or to the host are left out: what a copy costs is told elsewhere.
+    Steps that copied blocks from or to the host are left out: the cost of a copy is a setting.
     """
     traced = list(steps)
     rows = [

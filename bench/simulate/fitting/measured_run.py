@@ -1,4 +1,4 @@
-"""A measured run beside the same run simulated: the time of requests outside of steps, and the error.
+"""A measured run and the same run simulated: the time of requests outside of steps, and the error.
 
 Owns: the fit of the overhead, and the error of the whole model, relative to what was measured.
 Never: the step times (fitted_step_time.py).
@@ -99,7 +99,7 @@ class MeasuredRun:
         """First request's moment by the clock of the trace; None if the trace is not of this run.
 
         The last arrivals of the trace must stand as far apart as these requests, and be as long. A load that
-        is repeated token by token at the same moments cannot be told from this one.
+        is repeated token by token at the same moments is taken for this one.
         """
         num = len(self.requests)
         arrivals_s = step_time.arrivals_s[-num:]

@@ -63,7 +63,7 @@ class Autoscaler:
         return num
 
     def _for(self, replicas: float, num_now: int) -> int:
-        """Number of replicas for a signal that is worth so many."""
+        """Number of replicas for a signal that is worth `replicas`, in whole ones."""
         return num_now if abs(replicas - num_now) <= _TOLERANCE * num_now else math.ceil(replicas)
 
     def _changed(self, now_s: float, period_s: float, *, up: bool) -> int:

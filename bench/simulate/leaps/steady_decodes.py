@@ -13,7 +13,7 @@ a plan leaves a token and a place to each. Their own fields stand still; `_settl
                step 18: a         ones behind a prompt, or behind another that needs one, go back to the queue
     ends       step 41: d         the last token: back to the queue before a plan, else it ends with the leap
 
-Keys that are there before their tokens are names, which no other sequence has. Nobody can miss such blocks,
+Keys that are there before their tokens are names, which no other sequence has. No prompt misses such blocks,
 so they are published when their sequence goes back.
 """
 
@@ -135,7 +135,7 @@ class SteadyDecodes:
         if not queues.num_steady or queues.running or len(queues.waiting):
             return 0
         until_end = min(self._ends) + 1 - self._counters.num_steps
-        # In so many steps each needs one block for each full one, and one; and so many must be left.
+        # Until then each needs one block for each full one, and one; and as many must be left.
         until_short = (self._kv.pool.num_free // queues.num_steady - 2) * self._block_size
         return max(min(until_end, until_short), 0)
 

@@ -32,7 +32,7 @@ PAUSE_S = 5.0
 
 
 class StateAccess:
-    """Without a folder it refuses everything."""
+    """Access to the state folder by one thread; without a folder all is refused."""
 
     def __init__(self, folder: str | None, *, max_bytes: int) -> None:
         """Raises OptionError if the folder cannot be used."""
@@ -62,7 +62,7 @@ class StateAccess:
 
     @property
     def store(self) -> StateStore:
-        """Raises RequestRejected if there is none."""
+        """The store. Raises RequestRejected if there is none."""
         if self._store is None:
             raise unsupported(
                 "state", "this server keeps no files and batches: it was started without --state-folder"

@@ -11,12 +11,12 @@ class AppClient:
     """Sends requests to `app` without a socket."""
 
     def __init__(self, app: ASGIApp, *, owner: str | None = None) -> None:
-        """`owner` is the name of the key as which they are sent; None: as an outside caller without one."""
+        """Send as the key named `owner`; None: as a caller from outside without one."""
         self._app = app
         self._owner = owner
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises ExchangeFailed if the application ends without a reply. Cancelling it aborts the request."""
+        """Return the reply; cancelling aborts it. Raises ExchangeFailed if the app ends without one."""
         unread = [body]
         head: Message = {}
         pieces: list[bytes] = []

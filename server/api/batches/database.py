@@ -25,7 +25,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
     filename TEXT NOT NULL, purpose TEXT NOT NULL, created_at INTEGER NOT NULL,
-    num_bytes INTEGER NOT NULL DEFAULT 0, batch TEXT);  -- that still writes it; until then nobody sees it
+    num_bytes INTEGER NOT NULL DEFAULT 0, batch TEXT);  -- that still writes it; until then no client sees it
 CREATE TABLE IF NOT EXISTS pieces (
     file TEXT NOT NULL, line INTEGER NOT NULL, content BLOB NOT NULL, UNIQUE (file, line));
 CREATE TABLE IF NOT EXISTS batches (
@@ -57,7 +57,7 @@ INSERT INTO pieces
 DROP TABLE answers;
 COMMIT;
 """
-"""There a file was one value, and answers lay beside the files until the end of their batch."""
+"""There a file was one value, and answers lay apart from files until the end of their batch."""
 
 
 class StorageFull(Exception):
@@ -114,7 +114,7 @@ class Database:
                     self._connection.execute("ROLLBACK")
 
     def require_disk(self, num_bytes: int) -> None:
-        """Raise StorageFull if the disk has no room for so many bytes, in the log and then in the tables.
+        """Raise StorageFull if the disk has no room for `num_bytes`, in the log and then in the tables.
 
         Use it within a transaction, as `num_bytes`.
         """

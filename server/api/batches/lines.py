@@ -50,7 +50,7 @@ class BatchRequest:
     """These three are not checked yet: faults are reported in the line of the request."""
 
     def check_url(self, paths: frozenset[str]) -> None:
-        """Raises LineFault if its URL is none of these paths."""
+        """Raise LineFault if its URL is none of these paths."""
         if not isinstance(self.url, str) or self.url not in paths:
             raise LineFault(f"url must be one of {', '.join(sorted(paths))}")
 

@@ -18,12 +18,12 @@ _LONGEST_WAIT_S = 60.0
 
 class Client(Protocol):
     async def post(self, path: str, body: bytes) -> Reply:
-        """Raises ExchangeFailed."""
+        """Send a body and return the reply. Raises ExchangeFailed."""
         ...
 
 
 class ServerLost(Exception):
-    """No reply came within --retry-s. The answers so far are in the output."""
+    """No reply came within --retry-for. The answers so far are in the output."""
 
 
 @dataclass(slots=True)

@@ -157,7 +157,7 @@ class ReadingPlan:
     def behind(self, end_of: Callable[[int], str], num_tokens: int) -> Turn:
         """Decide what depends on the end of a prompt, which is read from the last anchor on, if it has one.
 
-        `end_of` returns the text of so many of its last tokens. Raises RequestRejected.
+        `end_of` returns the text of a number of its last tokens. Raises RequestRejected.
         """
         row, end, behind = self.model.row, "", None
         for num_read in _NUM_END_TOKENS:

@@ -119,7 +119,7 @@ def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
-    """Raises RequestRejected."""
+    """Make the messages of a chat those that the template reads. Raises RequestRejected."""
     names: dict[str, str] = {}
     """Names of the functions that were called so far, by the id of the call."""
     rendered = []
@@ -210,8 +210,8 @@ def _check_fields(message: ChatMessage, where: str) -> None:
 def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | None:
     """List the texts of a message, since some templates join them, or return its only one.
 
-    None only beside tool calls. Results of tools are one text, unless they have pictures: few templates read
-    others.
+    None only in messages with calls. Results of tools are one text, unless they have pictures: few templates
+    read others.
     """
     shown = [
         _shown_part(part, message.role, f"{where}.content[{place}]")

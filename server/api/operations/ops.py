@@ -142,14 +142,14 @@ ENDPOINT = Endpoint(
 @router.get("/ping", **_HEALTH_DOCUMENTATION)
 @router.head("/ping", include_in_schema=False)
 async def is_ready(request: Request) -> Response:
-    """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
+    """Answer 200 if requests are accepted; 503 while loading, draining, stuck or dead."""
     return _answer(request, Question.READY)
 
 
 @router.get("/health/live", **_HEALTH_DOCUMENTATION)
 @router.head("/health/live", include_in_schema=False)
 async def is_live(request: Request) -> Response:
-    """503 only if a restart is the cure: the loop of a loaded engine stands still.
+    """Answer 503 only if a restart is the cure: the loop of a loaded engine stands still.
 
     A loading engine is live, and so is a dead one: it is replaced from within.
     """

@@ -30,7 +30,7 @@ _OTHER_ENDPOINT = {
 
 
 def pooling_of(info: ModelInfo) -> PoolingFacts:
-    """Raises WrongTask for a model that generates."""
+    """Return what the model pools. Raises WrongTask for one that generates."""
     if info.pooling is None:
         raise WrongTask(
             "this model generates text; start the server with one that makes embeddings or scores"
@@ -39,7 +39,7 @@ def pooling_of(info: ModelInfo) -> PoolingFacts:
 
 
 def check_embeds(body: EmbeddingRequest, info: ModelInfo) -> None:
-    """Raises WrongTask for a model that scores, RequestRejected for more dimensions than it has."""
+    """Raise WrongTask for a model that scores, RequestRejected for more dimensions than it has."""
     pooling = pooling_of(info)
     if pooling.task is not PoolingTask.EMBED:
         raise WrongTask(_OTHER_ENDPOINT[pooling.task])

@@ -59,7 +59,7 @@ _NAMES: Final = (
 async def chat_of(
     body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox
 ) -> ChatCompletionRequest:
-    """Build the chat request, in a thread where that takes long. Raises RequestRejected, as below."""
+    """Build the chat request, in a thread where that takes long. Raises what `chat_request_of` raises."""
     if num_parts(items) > _MAX_INLINE_PARTS:
         return await asyncio.to_thread(chat_request_of, body, items, tools)
     return chat_request_of(body, items, tools)
@@ -68,7 +68,7 @@ async def chat_of(
 def chat_request_of(
     body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox
 ) -> ChatCompletionRequest:
-    """`items` are the whole conversation; of `body` all the rest counts.
+    """Build the chat request of the whole conversation, `items`; of `body` all the rest counts.
 
     Raises RequestRejected, in part in the words of a chat (`in_our_words`).
     """

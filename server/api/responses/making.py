@@ -69,7 +69,7 @@ def conversation_of(body: ResponsesRequest, earlier: StoredResponse | None) -> I
 
 
 async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _: None) -> Making:
-    """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
+    """Prepare the chat turn of a response. Raises RequestRejected, Overloaded, EngineUnavailable."""
     items = conversation_of(task.body, task.earlier)
     tools = toolbox_of(task.body, items)
     task.origin.note(ignored_names(task.body, tools))

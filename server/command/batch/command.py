@@ -159,7 +159,7 @@ async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
 
 
 def _read(words: Sequence[str]) -> _Asked:
-    """Raises OptionError."""
+    """Read the words of the command. Raises OptionError."""
     found = build_parser().read(words)
     own = {name: found.pop(name) for name in ("input", "output", "concurrency", "retry_for", "timeout")}
     base_url = found.pop("base_url")

@@ -26,9 +26,9 @@ once it has seen such a block freed; then large bodies lie between what stays.""
 
 
 def allocate_from_heaps(words: Sequence[str]) -> None:
-    """Start the program anew in this process, with the other allocator, if these words of its make it serve.
+    """Start the program anew in this process, with the other allocator, if its words make it serve.
 
-    Python reads the variable before its first object is made, and never again. What the operator chose stays.
+    Python reads the variable before its first object is made, and never again. The operator's choice stays.
     """
     first = words[0] if words else "serve"
     if (first != "serve" and not first.startswith("-")) or first in _INFORMS:

@@ -50,7 +50,7 @@ def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: L
         except (OptionError, CannotListen):
             raise
         except Exception:
-            log.critical("the server ends: nobody expected this", exc_info=True)
+            log.critical("the server ends by an unexpected error", exc_info=True)
             return EXIT_HTTP_ENDED
 
 

@@ -127,7 +127,7 @@ async def _until_the_end(
     gave_up.cancel()
     timeout_s, delay_s = config.shutdown_timeout_s, config.drain_delay_s
     if delay_s:
-        log.info("stopping: not ready any more, but whoever comes in the next %g s is served", delay_s)
+        log.info("stopping: not ready any more, but requests of the next %g s are served", delay_s)
     log.info("stopping: accepted requests have %.0f s to finish; a second signal ends them", timeout_s)
     drained = asyncio.create_task(engines.drain(timeout_s=timeout_s, delay_s=delay_s))
     insisted = asyncio.create_task(signals.second.wait())

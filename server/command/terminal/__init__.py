@@ -1,1 +1,1 @@
-"""`tokenyard chat` and `tokenyard complete`: clients for a person at a terminal (commands)."""
+"""`tokenyard chat`, `complete` and `top`: clients for a person at a terminal (commands)."""

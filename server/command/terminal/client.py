@@ -31,7 +31,7 @@ EXIT_FAILED = 1
 EXIT_NO_SERVER = 69
 EXIT_INTERRUPTED = 130
 _SILENCE_S = 120.0
-"""A server of ours breaks every silence after 15 seconds."""
+"""Longer than --stream-keep-alive by default, after which a server of ours breaks a silence."""
 _TOKENS = Count(low=1, high=2**31 - 1)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -82,7 +82,7 @@ class TokenWriter:
         self._put(text)
 
     def write_reasoning(self, text: str) -> None:
-        """Not at all where the output is read by a program."""
+        """Write reasoning dim on a terminal, and not at all where a program reads the output."""
         if not self._is_terminal:
             return
         if not self._is_dim:

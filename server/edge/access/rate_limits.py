@@ -60,7 +60,7 @@ class _Use:
 
     @property
     def reset_s(self) -> float:
-        """Seconds until nothing counts any more."""
+        """Seconds until no use counts any more, if none is added."""
         if self.current > 0:
             return self.ends_in_s + _WINDOW_S
         return self.before_left_s
@@ -121,7 +121,7 @@ class Allowance:
     def take_prompt(self, num_tokens: int) -> None:
         """Count its prompt, in place of one that was counted before.
 
-        Raises RequestRejected if no minute has so many tokens, else RateLimited; then the request does not
+        Raises RequestRejected for more tokens than a minute has, else RateLimited; then the request does not
         count either, so that one which is sent again counts once.
         """
         if self._tokens is None or num_tokens == self._num_prompt_tokens:

@@ -249,7 +249,7 @@ class ClientConnection(H11Protocol):
         return True
 
     def _refuse(self, error: Exception) -> None:
-        """Say why, where a reply can still begin, and hang up."""
+        """Send an error reply where one can still begin, and close the connection."""
         self._stop_head_timer()
         if self.cycle is not None:  # a request under way is over: it must not write into this reply
             self.cycle.disconnected = True

@@ -24,7 +24,7 @@ NO_STORE = {"cache-control": "no-store"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Registered by one line of server/endpoints.py; log, document and counters follow from it."""
+    """Routes that one line of server/endpoints.py registers; log, document and counters follow from it."""
 
     router: APIRouter
     requests: Mapping[type[BaseModel], Collection[str]] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class HttpMetrics:
         )
         self.errors = counter(
             "tokenyard:request_errors",
-            "Errors told to clients, in replies and in streams, by code.",
+            "Errors sent to clients, in replies and in streams, by code.",
             "code",
         )
         self.unknown_fields = counter(

@@ -46,7 +46,7 @@ export class Attached {
   #note;
   #seesPictures;
 
-  // Files that are dropped on `target`, or pasted into it; pictures while `seesPictures()`. Refusals are told in `note`.
+  // Files that are dropped on `target`, or pasted into it; pictures while `seesPictures()`. Refusals are shown in `note`.
   constructor({ box, note, target, seesPictures }) {
     this.#box = box;
     this.#note = note;
@@ -54,7 +54,7 @@ export class Attached {
     target.addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
     target.addEventListener("drop", (event) => this.#given(event, event.dataTransfer));
     target.addEventListener("paste", (event) => {
-      // Some programs put a picture of a text beside the text.
+      // Some programs put a picture of a text next to the text.
       if (seesPictures() || !event.clipboardData?.types.includes("text/plain")) this.#given(event, event.clipboardData);
     });
   }

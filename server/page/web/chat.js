@@ -197,7 +197,7 @@ function welcome() {
   return element("div", { className: "welcome" },
     element("img", { src: "page/icon.svg", alt: "", width: 48, height: 48 }),
     element("h2", { textContent: name }),
-    element("p", { className: "dim", textContent: "Served by this machine. Open the Yard beside it to watch each step of the scheduler." }),
+    element("p", { className: "dim", textContent: "Served by this machine. Open the Yard to watch each step of the scheduler." }),
     element("div", { className: "row" }, ...(state.model ? buttons : [])));
 }
 

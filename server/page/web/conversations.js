@@ -11,7 +11,7 @@ let chat = null;
 
 function note(text) { byId("storage-note").textContent = text; byId("storage-note").hidden = !text; }
 
-// Keep it and show it in the list. What the browser refuses is told, and the chat goes on without.
+// Keep it and show it in the list. A refusal of the browser is shown, and the chat goes on without.
 export async function keepAndShow(talk) {
   if (talk.isGone) return;
   try {

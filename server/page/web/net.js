@@ -32,7 +32,7 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   if (body !== undefined) all["content-type"] = "application/json";
   let reply;
   try {
-    reply = await fetch(`.${path}`, {  // beside the page, also where a proxy has put it under a prefix
+    reply = await fetch(`.${path}`, {  // next to the page, also where a proxy has put it under a prefix
       method, headers: all, signal, cache: "no-store", credentials: "omit",
       body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {

@@ -100,7 +100,7 @@ function drawFilters(view) {
   fillSelect(byId("priority-filter"), new Set(all.map((report) => String(report.priority))));
 }
 
-// Filters only grow: a choice must not vanish while somebody looks for it.
+// Filters only grow: a choice must not vanish while a reader looks for it.
 function fillSelect(select, values) {
   const known = new Set([...select.options].map((option) => option.value));
   for (const value of values) if (!known.has(value) && known.size < 100) select.append(element("option", { value, textContent: value }));
@@ -163,7 +163,7 @@ function drawWaiting(view) {
     why.textContent = reasonOf(report, view);
     const expected = report.expected_start_s === null ? "" : ` · ≈ ${span(report.expected_start_s)}`;
     what.textContent = `${span(report.age_s)}${expected}`;
-  }, "Nobody waits.");
+  }, "No request waits.");
 }
 
 function drawLife(view) {
@@ -184,7 +184,7 @@ function drawEvents(view) {
 
 function select(id) {
   state.selected = state.selected === id ? null : id;
-  if (state.selected === null) byId("life").textContent = "The life of a request is told here.";
+  if (state.selected === null) byId("life").textContent = "The history of a request is shown here.";
   draw();
 }
 

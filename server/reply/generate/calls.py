@@ -171,7 +171,7 @@ def fields_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def asks_for_forecast(headers: Mapping[str, str]) -> bool:
-    """Raises RequestRejected for anything but 0 and 1."""
+    """Tell whether the header asks for a forecast. Raises RequestRejected for anything but 0 and 1."""
     asked = headers.get(FORECAST_HEADER, "0")
     if asked not in ("0", "1"):
         raise RequestRejected(f"{FORECAST_HEADER} must be 1 or 0", param=FORECAST_HEADER)
@@ -190,7 +190,7 @@ def forecast_headers(forecast: QueueForecast) -> dict[str, str]:
 
 
 def tenant_from_headers(headers: Mapping[str, str]) -> str | None:
-    """Raises RequestRejected for a name that is too long."""
+    """Return the tenant that a header names. Raises RequestRejected for a name that is too long."""
     tenant = headers.get(TENANT_HEADER)
     if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
         raise RequestRejected(

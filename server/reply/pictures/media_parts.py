@@ -1,4 +1,4 @@
-"""Pictures among the content parts of messages, and what is refused beside them.
+"""Pictures among the content parts of messages, and the texts that are refused with them.
 
 Owns: the one reading of such parts. Other protocols make chat's parts of theirs.
 Never: fetches or decodes a picture.

@@ -74,7 +74,7 @@ class ChatPrompt:
 
 
 def check_num_pictures(num: int, config: MediaConfig, *, param: str) -> None:
-    """Raises TooManyPictures."""
+    """Raise TooManyPictures for more than the server takes in a request."""
     if num > config.max_pictures:
         raise TooManyPictures(
             f"{param}: {num} pictures; this server takes at most {config.max_pictures} in a request",

@@ -23,7 +23,7 @@ _BRACKETS = {"(": "{", ")": "}"}
 def read_brace_call(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, str]]:
     """Return the name of a call and the JSON text of its arguments; none if the text is anything else.
 
-    `quote`: mark at both ends of a string, beside the quotes of JSON and Python.
+    `quote`: mark at both ends of a string, besides the quotes of JSON and Python.
     """
     found = _HEAD.match(text)
     if found is None:

@@ -1,6 +1,6 @@
 """Events of a text: reasoning, content, the start of a call, a piece of a call's arguments.
 
-Owns: the order of events, and the treatment of white space around parts and beside calls.
+Owns: the order of events, and the treatment of white space around parts and calls.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class ReplyEvents:
     """
 
     def __init__(self, thoughts: Parts | None, content: Parts | None = None) -> None:
-        """`content` None: its white space stays, but for that beside calls."""
+        """Without `content` its white space stays, but for that next to calls."""
         self._thoughts = _JoinedParts(thoughts or Parts())
         self._content = None if content is None else _JoinedParts(content)
         self._events: list[Event] = []

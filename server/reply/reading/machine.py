@@ -306,7 +306,7 @@ class ReplyReader:
             self._release_wrap(self._wrap)
             self._begin_thought()
         elif self._log.is_after_call:
-            pass  # a mark of calls beside a call belongs to none of the text
+            pass  # a mark of calls next to a call belongs to none of the text
         elif mark in row.wraps or mark in row.unwraps:
             self._wrap += mark
         else:

@@ -221,7 +221,7 @@ def _objects(field: Mapping[str, Any]) -> ObjectCalls:
 def _key(placeholder: Any) -> str:
     """The key of an object that a placeholder names, such as {content.name}."""
     if not isinstance(placeholder, str) or not (placeholder.startswith("{") and placeholder.endswith("}")):
-        _require(placeholder is None, "a placeholder in transform stands beside other text")
+        _require(placeholder is None, "a placeholder in transform stands next to other text")
         return ""
     return placeholder[1:-1].removeprefix("content.")
 
@@ -283,7 +283,7 @@ def _literals(field: Mapping[str, Any], key: str, scope: str) -> tuple[str, ...]
 
 
 def _stripped(texts: tuple[str, ...]) -> tuple[str, ...]:
-    """White space beside a mark belongs to nothing in any case."""
+    """Strip the texts of marks: white space around them belongs to nothing in any case."""
     return tuple(text.strip() for text in texts if text)
 
 
@@ -300,7 +300,7 @@ def _require(is_so: bool, reason: str) -> None:  # noqa: FBT001 (as an assert th
 def parts_of(pattern: str) -> tuple[Part, ...]:
     """Return the literals and named parts of an expression, in order. Raises TemplateError.
 
-    White space and anything else beside them is left out.
+    White space and anything else between them is left out.
     """
     parts: list[Part] = []
     at, literal = 0, ""

@@ -220,7 +220,7 @@ def test_a_shard_that_a_stale_index_does_not_name(folder: Path) -> None:
 
 def test_an_adapter_beside_a_model(folder: Path) -> None:
     edit_json(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="elsewhere/base")
-    assert "adapter_config.json beside a model's files" in refusal(folder)
+    assert "adapter_config.json next to a model's files" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -28,7 +28,7 @@ _ENDS_IF_CONTROL = frozenset({"</s>", "<eos>"})
 _ENDS_OF_GLM, _GLMS = frozenset({"<|observation|>", "<|user|>"}), frozenset({"glm4", "glm4moe", "deepseek2"})
 """Begins of others' turns, which end those of these models (GLM-4.7-Flash is a deepseek2)."""
 _PARTS_OF_REPLIES = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|calls|>", "<|flush|>"}, "<|end|>"))
-"""Tokens beside which another one ends a part of a reply alone."""
+"""Tokens that end replies, and the one that then ends only a part of a reply."""
 NORMAL, CONTROL = 1, 3
 """Types of tokens: of those where a file has none, and of those that text never becomes."""
 _NAMED = ("bos", "eos", "unknown", "padding", "eot", "eom")

@@ -70,7 +70,7 @@ _SEQUENCES_AT_ONCE = 512
 
 
 def decode_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
-    """See pick_tiles."""
+    """Pick the tiles of decodes, by pick_tiles."""
     tiles = pick_tiles(_TILES, _FLOAT32_TILES, shape, dtype)
     return tiles._replace(num_rows=min(side(shape.num_groups), tiles.num_rows))
 

@@ -57,7 +57,7 @@ _SEQUENCES_AT_ONCE = 512
 
 
 def prefill_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
-    """See pick_tiles."""
+    """Pick the tiles of prefills, by pick_tiles."""
     return pick_tiles(_TILES, _FLOAT32_TILES, shape, dtype)
 
 

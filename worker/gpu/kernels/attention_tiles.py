@@ -131,7 +131,7 @@ def pages(cache: LayerCache, shape: HeadGroups) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """See Lifetime.first_read; 0 stands for none."""
+    """Return the first position that is seen, as Lifetime.first_read; a WINDOW or CHUNK of 0 is none."""
     if CHUNK > 0:
         return tl.maximum(positions, 0) // CHUNK * CHUNK
     elif WINDOW > 0:

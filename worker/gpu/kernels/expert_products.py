@@ -99,7 +99,7 @@ def route(expert_ids_TK: Tensor, num_experts: int, tile_pairs: int) -> Routing:
 
 @triton.jit
 def _gated(gate, up, alpha, IS_GELU: tl.constexpr):
-    """See worker.model.mixture.Gate."""
+    """Weigh ups by their gates, as worker.model.mixture.Gate does."""
     inner = alpha * gate
     if IS_GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)

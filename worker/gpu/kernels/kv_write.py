@@ -36,7 +36,7 @@ def write_kv(key_HTD: Tensor, value_HTV: Tensor, cache: LayerCache, slots_T: Ten
 
 @triton.jit
 def in_cache(numbers, factor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return numbers as the cache keeps them; those of one byte are times a factor."""
+    """Return numbers in the dtype of the cache; those of 8 bits are multiplied by `factor` first."""
     if tl.float8e4nv == DTYPE:
         return to_float8(numbers.to(tl.float32) * factor)
     else:

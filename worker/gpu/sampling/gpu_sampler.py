@@ -66,7 +66,7 @@ class GpuSampler(RowSampler):
         grammars: Grammars | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Rows are below max_num_seqs. Without `grammars` no row may have one. Of ranks this is the first."""
+        """Allocate for rows below max_num_seqs. Without `grammars` no row may have one. This is rank 0."""
         super().__init__(vocab_size=vocab_size, grammars=grammars, ranks=ranks)
         self._device = device
         self._counts = GpuTokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
@@ -266,7 +266,7 @@ class GpuSampler(RowSampler):
 def measure_lines(
     logits_NV: Tensor, where_I: Tensor, token_ids_N: Tensor, num_top: int, given_IG: Tensor
 ) -> Tensor:
-    """`measure_logprobs` of some lines."""
+    """Measure the log-probabilities of the lines `where_I`, as `measure_logprobs`."""
     logits_IV = logits_NV.index_select(0, where_I).float()
     return measure_logprobs(logits_IV, token_ids_N.index_select(0, where_I), num_top, given_IG)
 

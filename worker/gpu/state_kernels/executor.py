@@ -38,7 +38,7 @@ _MOST_KEPT_STEPS = 16
 
 
 class GpuStates:
-    """See SteppedStates (states_in_waves.py). One step at a time."""
+    """SteppedStates (states_in_waves.py) on a GPU, for one step at a time."""
 
     def __init__(self, pool_NE: Tensor, layout: StateLayout, device: Device) -> None:
         self._device = device
@@ -122,7 +122,7 @@ class GpuStates:
 
 
 class GpuStatesInWaves(StatesInWaves):
-    """See DraftingStates. A step that is not cut is taken from the device."""
+    """DraftingStates on a GPU. A step that is not cut is taken from the device."""
 
     def __init__(self, pool_NE: Tensor, layout: StateLayout, device: Device) -> None:
         self._gpu_states = GpuStates(pool_NE, layout, device)

@@ -114,7 +114,7 @@ class PreparedStep:
 
 
 class LibraryAttention(TritonAttention, ABC):
-    """See PagedAttention (gpu/attention.py). Layers that the library cannot take are left to our kernels."""
+    """PagedAttention (gpu/attention.py) by a library; layers that it cannot take are left to our kernels."""
 
     name: ClassVar[str]
     """The library's, for a person."""

@@ -45,7 +45,7 @@ def _function() -> LibraryFunction:
 
 
 class FlashAttention3(LibraryAttention):
-    """See LibraryAttention."""
+    """LibraryAttention by FlashAttention 3."""
 
     name: ClassVar[str] = "FlashAttention 3"
 

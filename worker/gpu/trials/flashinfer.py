@@ -61,7 +61,7 @@ def find_obstacle() -> str:
 
 
 class FlashInfer(LibraryAttention):
-    """See LibraryAttention. Its kernels are compiled while they are tried, by nvcc, if it has none ready."""
+    """LibraryAttention by FlashInfer. Its kernels are compiled by nvcc in their trial, if none are ready."""
 
     name: ClassVar[str] = "FlashInfer"
 

@@ -154,7 +154,7 @@ class FoldedProduct:
         return choose_skinny_tiles(self._numbers_NK, self._folds, num_processors)
 
     def take(self, skinny: _Skinny | None) -> None:
-        """Compute by our kernel from now on, at the sizes that it is taken for; or always by cuBLAS."""
+        """Set the sizes at which our kernel computes from now on; None: cuBLAS computes all."""
         self._skinny = skinny
 
     def run(self, x_TK: Tensor, residual_TN: Tensor) -> Tensor:

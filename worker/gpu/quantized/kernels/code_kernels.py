@@ -172,7 +172,7 @@ def _store(target_ptrs, results, multiplier, mask, ADDS: tl.constexpr) -> None:
 def _add_parts(
     totals, parts_ptr, arrivals_ptr, num_splits, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr
 ) -> tl.tuple:  # fmt: skip
-    """Leave a part; the last program returns what all have left."""
+    """Store a part [OUTPUTS, TOKENS]; the last program returns the sum of all parts and True."""
     outputs = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     places = tl.arange(0, OUTPUTS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     parts = parts_ptr + outputs.to(tl.int64) * num_splits * (OUTPUTS * TOKENS) + places
