@@ -22,7 +22,7 @@ from engine.version import VERSION
 from server.api.operations.ops import METRICS_PATH
 from server.edge.access.key_ring import KeyRing
 from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, Served, UnknownFields
-from server.edge.http.endpoint import Endpoint
+from server.edge.http.endpoint import DirectCalls, Endpoint
 from server.edge.http.served_models import LeaseEnd, ServedModels
 from server.edge.layers import LayerPaths, layers
 from server.edge.observe.http_metrics import HttpMetrics
@@ -74,9 +74,8 @@ def build_app(
     edges = [replace(edge, engine=each.engine, parsers=each.parsers, place=each.place) for each in models]
     served = ServedModels(edges or [edge])
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(served, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
     endpoints = _endpoints(settings)
-    _include(app, endpoints, settings)
+    app = _application(served, settings, keys, endpoints, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
     page: list[dict[str, Any]] = []
 
     def openapi() -> dict[str, Any]:
@@ -94,10 +93,9 @@ def build_app(
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """Build an application of the admin routes and the page, for a port of their own."""
+    endpoints = ADMIN if settings.edge.page is PageParts.OFF else (*ADMIN_PAGE, *ADMIN)
     hosts = settings.edge.admin_hosts
-    admin_app = _layered(app.state.models, settings, app.state.keys, hosts=hosts, openapi_url=None)
-    _include(admin_app, ADMIN if settings.edge.page is PageParts.OFF else (*ADMIN_PAGE, *ADMIN), settings)
-    return admin_app
+    return _application(app.state.models, settings, app.state.keys, endpoints, hosts=hosts, openapi_url=None)
 
 
 def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
@@ -113,21 +111,18 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 """Switches of the telemetry in FastAPI, which looks for providers at each request: the server has its own."""
 
 
-def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
-    methods: dict[str, set[str]] = defaultdict(set)
-    for each in endpoints:
-        each.add_state(app, settings)
-        app.include_router(each.router)
-        for path, method in each.methods:
-            methods[path].add(method)
-    app.state.methods = methods
-
-
-def _layered(
-    models: ServedModels, settings: EdgeSettings, keys: KeyRing, *, hosts: HostRule, openapi_url: str | None
+def _application(
+    models: ServedModels,
+    settings: EdgeSettings,
+    keys: KeyRing,
+    endpoints: Sequence[Endpoint],
+    *,
+    hosts: HostRule,
+    openapi_url: str | None,
 ) -> FastAPI:
-    """An application without routes; `hosts` is its port's rule."""
+    """Put the layers around endpoints; `hosts` is the rule of their port."""
     edge = models.edges[0]
+    lease_end = Middleware(LeaseEnd, count=edge.metrics.count_error, shapes=EVENT_SHAPES)
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
@@ -139,11 +134,8 @@ def _layered(
         telemetry=_NO_TELEMETRY,
         middleware=[
             *layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
-            *(
-                []
-                if edge.place is None
-                else [Middleware(LeaseEnd, count=edge.metrics.count_error, shapes=EVENT_SHAPES)]
-            ),
+            *([] if edge.place is None else [lease_end]),
+            Middleware(DirectCalls, endpoints=endpoints),
         ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
@@ -152,6 +144,12 @@ def _layered(
     app.state.keys = keys
     app.state.batch_paths = BATCH_PATHS
     app.state.full_queue = FullQueue(edge, keys, paths=frozenset(OPERATIONS), shapes=ERROR_SHAPES)
+    methods = app.state.methods = defaultdict[str, set[str]](set)
+    for each in endpoints:
+        each.add_state(app, settings)
+        app.include_router(each.router)
+        for path, method in each.methods:
+            methods[path].add(method)
     return app
 
 

@@ -91,6 +91,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.arrived_s = time.monotonic()
         self.num_unstarted = len(choices)
         """Sequences that have not been in a step yet."""
+        self.is_over = False
         self.started_s = self.arrived_s
         """The first step of its first sequence; meaningless before."""
         self.first_token_s: float | None = None
@@ -138,10 +139,6 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         )
 
     @property
-    def is_over(self) -> bool:
-        return self.error is not None or all(choice.finish_reason for choice in self.choices.values())
-
-    @property
     def unfinished_ids(self) -> tuple[SequenceId, ...]:
         return tuple(
             sequence_id for sequence_id, choice in self.choices.items() if choice.finish_reason is None
@@ -180,6 +177,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
     def fail(self, error: EngineError) -> None:
         """End the request with an error; the first one counts."""
         self.error = self.error or error
+        self._note_end()
         self._readable.set()
 
     def expire(self, message: str, kinds: Iterable[TimeLimitKind]) -> None:
@@ -204,6 +202,10 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         """Take in an output that is not an error."""
         raise NotImplementedError
+
+    def _note_end(self) -> None:
+        """Note the end of a choice, or of all by an error."""
+        self.is_over = self.error is not None or all(choice.finish_reason for choice in self.choices.values())
 
 
 class PooledChoice:
@@ -241,4 +243,5 @@ class ActivePooling(ActiveRequest[PoolingRequest, PooledChoice]):
         if output.finish_reason is not None:
             self._choice.finish_reason = output.finish_reason
             self._choice.vector = output.pooled
+            self._note_end()
             self._readable.set()

@@ -161,6 +161,8 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         if output.token_ids or output.finish_reason is not None:
             choice = self.choices[output.sequence_id]
             choice.push(output, eos_token_ids)
+            if choice.finish_reason is not None:
+                self._note_end()
             if not self._is_read_whole or self.is_over or choice.num_unread >= _MOST_UNREAD:
                 self._readable.set()
 

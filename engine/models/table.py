@@ -31,7 +31,7 @@ def is_hidden(name: str, table: NameTable, seen: NameTable) -> bool:
 
     No pattern of another one may answer for it: its engine would know the variant by that name.
     """
-    return any(
+    return seen is not table and any(
         name in (*names.served, *names.variants) and name not in (*kept.served, *kept.variants)
         for names, kept in zip(table, seen, strict=True)
     )

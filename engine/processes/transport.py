@@ -4,11 +4,11 @@ Owns: ZeroMQ sockets in a directory that only this user can enter; no port is op
 Never: waits for a peer that may be dead; the supervisor watches the process.
 """
 
+import asyncio
 import contextlib
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from engine.process_messages import ToClient, ToEngine, decode_to_client, decode_to_engine, encode
 
@@ -21,12 +21,13 @@ def _address(directory: Path, channel: str) -> str:
 
 
 class ClientSide:
-    """The API process's end, which binds both channels before the engine process exists."""
+    """The API process's end, in its event loop; binds both channels before the engine process exists."""
 
     def __init__(self, directory: Path) -> None:
-        self._context = zmq.asyncio.Context(io_threads=1)
-        self._in = self._context.socket(zmq.PULL)
-        self._out: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
+        self._context = zmq.Context(io_threads=1)
+        self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self._loop, self._has_come = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.add_reader(self._in.fileno(), self._has_come.set)
         for socket, channel in ((self._out, _TO_ENGINE), (self._in, _TO_CLIENT)):
             # Unlimited: admission bounds the messages under way, and a dropped or blocking message
             # would break the promise that every request ends once.
@@ -44,10 +45,16 @@ class ClientSide:
             self._out.send(encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> ToClient:
-        message: ToClient = decode_to_client(await self._in.recv())
-        return message
+        # Not by pyzmq's own futures: several for each message, which take longer than the outputs of a step.
+        while True:
+            self._has_come.clear()
+            with contextlib.suppress(zmq.Again):
+                message: ToClient = decode_to_client(self._in.recv(zmq.NOBLOCK))
+                return message
+            await self._has_come.wait()
 
     def close(self) -> None:
+        self._loop.remove_reader(self._in.fileno())
         self._out.close()
         self._in.close()
         self._context.term()

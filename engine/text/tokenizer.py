@@ -236,7 +236,9 @@ class Tokenizer:
         Tokens in `shown` are never hidden. A table is kept for each set, so callers should use few sets.
         The concatenated bytes are the text, less `rule.num_stripped_spaces`, unless the rule is OPAQUE.
         """
-        hidden = self._special_ids - shown if special is SpecialTokens.SKIP else frozenset()
+        hidden = self._special_ids if special is SpecialTokens.SKIP else frozenset()
+        if shown:  # else the same set each time, which is hashed once: a tokenizer may have a thousand
+            hidden -= shown
         table = self._bytes.get(hidden)
         if table is None:
             table = self._bytes.setdefault(hidden, _TokenBytes(self._backend, self.rule, hidden=hidden))

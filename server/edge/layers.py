@@ -3,9 +3,9 @@
 Owns: their order, and the prefix that a proxy leaves before every path, if the operator names one.
 
 From outside in: prefix of a proxy, request id, log and count, CORS, last replies, error replies, places in
-reserve, pages and hosts without a key, key, memory, body size, router. Each may rely on those outside of it;
-whatever one of them raises becomes a reply in exactly one place. All scopes are of HTTP: the server has
-neither websockets nor a lifespan.
+reserve, pages and hosts without a key, key, memory, body size, functions of operations, router. Each may rely
+on those outside of it; whatever one of them raises becomes a reply in exactly one place. All scopes are of
+HTTP: the server has neither websockets nor a lifespan.
 """
 
 from collections.abc import Mapping, Sequence

@@ -107,5 +107,5 @@ def _plan(
         num_logprobs=body.logprobs or 0,
         generates=body.max_tokens != 0,
         echoes=tuple(prompt.echo for prompt in prompts) if body.echo else (),
-        first_tokens=tuple(engine.token_text(prompt.token_ids[0]) for prompt in prompts),
+        first_tokens=tuple(engine.token_text(prompt.token_ids[0]) for prompt in prompts) if body.echo else (),
     )

@@ -43,7 +43,7 @@ class CompletionPlan:
     echoes: tuple[str, ...]
     """Text with which each prompt's choices begin; empty if nothing is echoed."""
     first_tokens: tuple[TokenText, ...]
-    """The first token of each prompt, which has no log-probability."""
+    """The first token of each prompt, which has no log-probability; empty if nothing is echoed."""
 
     def prompt_of(self, number: int) -> int:
         """The place of the prompt of a choice."""

@@ -56,6 +56,7 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here asks for the address of a client
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GOODBYE_S,
     )

@@ -6,7 +6,7 @@ count as new work.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import inf
 
@@ -64,10 +64,11 @@ class BodyLimit:
         self._idle_s = idle_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _check_framing(scope)
-        if _declared_bytes(scope) > self._max_bytes:
+        headers = dict(scope["headers"])
+        _check_framing(scope, headers)
+        if _declared_bytes(headers) > self._max_bytes:
             # Reading would be the go-ahead for a client that waits for one.
-            if _header(scope, b"expect") is None:
+            if b"expect" not in headers:
                 await _drain(receive)
             raise self._too_large()
         num_bytes = 0
@@ -151,27 +152,25 @@ async def _drain(receive: Receive) -> None:
         return
 
 
-def _check_framing(scope: Scope) -> None:
+def _check_framing(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Refuse a request with two lengths: a proxy may see another end of it than we do.
 
     The same holds for a transfer coding in HTTP/1.0, which has none. Source: RFC 9112, section 6.1.
     """
-    if scope.get("http_version") == "1.0" and _header(scope, b"transfer-encoding") is not None:
+    if b"transfer-encoding" not in headers:
+        return
+    if scope.get("http_version") == "1.0":
         raise RequestRejected("HTTP/1.0 has no Transfer-Encoding", code="invalid_request")
-    if _header(scope, b"transfer-encoding") is not None and _header(scope, b"content-length") is not None:
+    if b"content-length" in headers:
         raise RequestRejected(
             "send either Content-Length or Transfer-Encoding, not both", code="invalid_request"
         )
 
 
-def _declared_bytes(scope: Scope) -> int:
+def _declared_bytes(headers: Mapping[bytes, bytes]) -> int:
     """Read Content-Length; 0 where it is absent or no number: the bytes are counted anyway."""
-    value = _header(scope, b"content-length") or b""
+    value = headers.get(b"content-length", b"")
     return int(value) if value.isdigit() and len(value) <= 20 else 0
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
 
 
 class MemoryGate:

@@ -279,29 +279,20 @@ class ClientConnection(H11Protocol):
 
 
 class ReservedPlaces:
-    """ASGI middleware: on a connection from the reserve, open paths only, and one reply."""
+    """ASGI middleware: on a connection from the reserve, open paths only."""
 
     def __init__(self, app: ASGIApp, *, open_paths: frozenset[str]) -> None:
         self._app = app
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not scope.get("state", {}).get(_IS_RESERVED):
-            await self._app(scope, receive, send)
-            return
-        if scope["path"] not in self._open_paths:
+        if _is_reserved(scope) and scope["path"] not in self._open_paths:
             raise TooManyConnections
-
-        async def last_send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = _hanging_up(message)
-            await send(message)
-
-        await self._app(scope, receive, last_send)
+        await self._app(scope, receive, send)
 
 
 class LastReplies:
-    """ASGI middleware: while the server leaves, every reply ends its connection.
+    """ASGI middleware: while the server leaves, and on places of the reserve, a reply ends its connection.
 
     The client's next request finds a server that stays, also through a load balancer that pins connections,
     before this one refuses any. Must stand outside of the layer that makes replies of errors.
@@ -313,17 +304,18 @@ class LastReplies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def last_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._health().state is EngineState.DRAINING:
-                message = _hanging_up(message)
+            if message["type"] == "http.response.start" and (
+                _is_reserved(scope) or self._health().state is EngineState.DRAINING
+            ):
+                headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
+                message = {**message, "headers": [*headers, _HANG_UP]}
             await send(message)
 
         await self._app(scope, receive, last_send)
 
 
-def _hanging_up(message: Message) -> Message:
-    """The start of a reply, after which the connection ends."""
-    headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
-    return {**message, "headers": [*headers, _HANG_UP]}
+def _is_reserved(scope: Scope) -> bool:
+    return bool(scope.get("state", {}).get(_IS_RESERVED))
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:

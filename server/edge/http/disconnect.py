@@ -6,6 +6,7 @@ Never: the abort itself: cancelled work closes its generator, and closing aborts
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -18,33 +19,33 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
     """Run `work` to its end, or cancel it as soon as the client leaves. Raises ClientDisconnect then.
 
     A server does not cancel a handler by itself: without this, the tokens of a client that left would be
-    computed to the last.
+    computed to the last. The work has cleaned up before this ends: the engine must have heard of the abort
+    before the request is over.
     """
-    working = asyncio.create_task(work)
-    listening = asyncio.create_task(_until_disconnect(receive))
-    try:
-        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        left = not working.done()
-        listening.cancel()
+    working = asyncio.current_task()
+    assert working is not None
+    has_left = False
+
+    async def listen() -> None:
+        nonlocal has_left
+        with suppress(Exception):  # it is the request's fault, and no reply can say so any more
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        has_left = True
         working.cancel()
-        # Wait for the clean-up: the engine must have heard of the abort before this request is over.
-        await asyncio.gather(working, listening, return_exceptions=True)
-    if left:
-        raise ClientDisconnect
+
+    listening = asyncio.create_task(listen())
     try:
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if has_left and not working.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        # An error of it holds this frame, which holds it: a cycle with all that the request has used.
-        del working
+        listening.cancel()
 
 
 async def stay_connected() -> Message:
     """Wait for ever, in place of a client that cannot leave."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -5,7 +5,7 @@ their bodies themselves, for the sake of speed and of our own error replies, so 
 Nor is it given those of replies, of which it would make validators at each start.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ import orjson
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, RootModel
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.edge.error_replies import ErrorShape
 from server.edge.http.edge import EdgeSettings
@@ -59,6 +61,27 @@ class Endpoint:
         """Paths with each of their methods."""
         routes = [route for route in self.router.routes if isinstance(route, APIRoute)]
         return [(route.path_format, method) for route in routes for method in route.methods or ()]
+
+
+class DirectCalls:
+    """ASGI middleware, inside of all layers: calls operations past the router, a tenth of their cost."""
+
+    def __init__(self, app: ASGIApp, *, endpoints: Iterable[Endpoint]) -> None:
+        self._app = app
+        self._functions = {
+            route.path: route.endpoint
+            for each in endpoints
+            for route in each.router.routes
+            if isinstance(route, APIRoute) and route.path in each.operations
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        function = self._functions.get(scope["path"]) if scope["method"] == "POST" else None
+        if function is None:
+            await self._app(scope, receive, send)
+            return
+        response = await function(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class ReplyModel(BaseModel):

@@ -16,7 +16,7 @@ from engine.journal import Journal
 from engine.logs.lines import fields
 from engine.logs.rare_log import RareLog
 from server.edge.access.sent_key import KEY_NAME
-from server.edge.observe.http_metrics import HttpMetrics, RecentError
+from server.edge.observe.http_metrics import OWN_LIMIT, HttpMetrics, RecentError
 from server.edge.observe.request_ids import NotedError, error_of, ignored_of, journal_of
 from server.edge.observe.spans import NoSpans, Spans, trace_context_of
 
@@ -103,14 +103,12 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
-            is_by_own_limit = status == _TOO_LATE and journal.own_limit_ran_out
-            count = self._metrics.count_own_limit if is_by_own_limit else self._metrics.count_request
-            count(method, route, status)
+            limit = OWN_LIMIT if status == _TOO_LATE and journal.own_limit_ran_out else ""
+            self._metrics.count_request(method, route, status, limit=limit)
             error = error_of(scope)
             if error.code:
-                request_id = journal.request_id
                 self._metrics.recent_errors.append(
-                    RecentError(time.time(), method, route, status, *error, request_id)
+                    RecentError(time.time(), method, route, status, *error, journal.request_id)
                 )
             span.end(journal, status=status, error_code=error.code)
             if error.code == _OVERLOADED:

@@ -42,12 +42,11 @@ class ServedModels:
 
     def find(self, name: str | None, key: ApiKey | None, *, tag: str = "") -> Edge:
         """Find the model that a request means, with or without a tag at its name. Raises ModelNotFound."""
-        table = self._table(key)
+        everything = self._table(None)
+        table = visible(everything, key.models if key else None)
         spellings = [name] if name is None or not tag else [name, name.removesuffix(tag)]
         place = next((found for each in spellings if (found := resolve(each, table)) is not None), None)
-        if place is None or any(
-            is_hidden(each, self._table(None), table) for each in spellings if each is not None
-        ):
+        if place is None or any(is_hidden(each, everything, table) for each in spellings if each is not None):
             raise not_served(
                 name, [each for names in table for each in (*names.patterns, *names.served, *names.variants)]
             )
@@ -123,8 +122,7 @@ def choose_for_ollama(request: Request, name: str | None) -> Edge:
 
 def choose_by_query(request: Request) -> Edge:
     """Choose the model that `?model=` names, on a route without a body. Raises ModelNotFound."""
-    choose_model(request, request.query_params.get("model"))
-    return edge_of(request)
+    return choose_model(request, request.query_params.get("model"))
 
 
 async def lease_model(request: Request, *, is_patient: bool = False, is_stream: bool = False) -> None:

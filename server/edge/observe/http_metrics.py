@@ -81,13 +81,12 @@ class HttpMetrics:
         self.recent_errors: deque[RecentError] = deque(maxlen=_RECENT_ERRORS)
         """The last error replies, oldest first, for the web page."""
 
-    def count_request(self, method: str, route: str, status: int) -> None:
-        """Count a request; method and route are of fixed sets."""
-        self.requests.labels(method, route, str(status), "").inc()
+    def count_request(self, method: str, route: str, status: int, *, limit: str = "") -> None:
+        """Count a request; method and route are of fixed sets.
 
-    def count_own_limit(self, method: str, route: str, status: int) -> None:
-        """Count a request that failed by its own time limit: by the status alone it would be our fault."""
-        self.requests.labels(method, route, str(status), OWN_LIMIT).inc()
+        `limit` is OWN_LIMIT for one that failed by its own: by the status alone it would be our fault.
+        """
+        self.requests.labels(method, route, str(status), limit).inc()
 
     def count_background_fault(self, part: str) -> None:
         """Count a fault in the work on batches or responses; `part` is of a fixed set."""

@@ -26,6 +26,40 @@ async def test_the_result_of_the_work_is_returned():
     assert await while_connected(never, work()) == 5
 
 
+async def test_the_work_is_done_by_the_task_of_the_request():
+    async def work():
+        await asyncio.sleep(0)
+        return asyncio.current_task()
+
+    assert await while_connected(never, work()) is asyncio.current_task()
+
+
+async def test_a_hang_up_at_the_end_of_the_work_cancels_nothing_behind_it():
+    has_left = asyncio.Event()
+
+    async def receive():
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def work():
+        await asyncio.sleep(0.01)
+        has_left.set()
+        return 5
+
+    assert await while_connected(receive, work()) == 5
+    await asyncio.sleep(0.01)
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_request_goes_on_behind_a_hang_up_as_if_nothing_had_cancelled_it():
+    with pytest.raises(ClientDisconnect):
+        await while_connected(hang_up, never())
+    assert asyncio.current_task().cancelling() == 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await never()
+
+
 async def test_an_error_of_the_work_is_raised():
     async def work():
         raise KeyError("x")
@@ -84,6 +118,14 @@ async def test_whoever_cancels_the_request_cancels_the_work():
     with pytest.raises(asyncio.CancelledError):
         await request
     assert steps == ["cleaned up"]
+
+
+async def test_a_body_that_ends_in_an_error_is_a_hang_up():
+    async def receive():
+        raise ValueError
+
+    with pytest.raises(ClientDisconnect):
+        await while_connected(receive, never())
 
 
 async def test_late_pieces_of_a_body_are_no_hang_up():
