@@ -21,13 +21,11 @@ def _address(directory: Path, channel: str) -> str:
 
 
 class ClientSide:
-    """The API process's end, in its event loop; binds both channels before the engine process exists."""
+    """The API process's end, which binds both channels before the engine process exists."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
         self._in, self._out = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self._loop, self._has_come = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.add_reader(self._in.fileno(), self._has_come.set)
         for socket, channel in ((self._out, _TO_ENGINE), (self._in, _TO_CLIENT)):
             # Unlimited: admission bounds the messages under way, and a dropped or blocking message
             # would break the promise that every request ends once.
@@ -47,14 +45,24 @@ class ClientSide:
     async def receive(self) -> ToClient:
         # Not by pyzmq's own futures: several for each message, which take longer than the outputs of a step.
         while True:
-            self._has_come.clear()
             with contextlib.suppress(zmq.Again):
                 message: ToClient = decode_to_client(self._in.recv(zmq.NOBLOCK))
                 return message
-            await self._has_come.wait()
+            await self._until_changed()
+
+    async def _until_changed(self) -> None:
+        """Wait until a message may have come.
+
+        The descriptor stays readable until the socket is asked again: it is watched during this wait alone.
+        """
+        loop, has_changed = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._in.fileno(), has_changed.set)
+        try:
+            await has_changed.wait()
+        finally:
+            loop.remove_reader(self._in.fileno())
 
     def close(self) -> None:
-        self._loop.remove_reader(self._in.fileno())
         self._out.close()
         self._in.close()
         self._context.term()
