@@ -12,7 +12,7 @@ from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopTex
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
-from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput
 
 _MOST_UNREAD = 512
 """Tokens of a choice that a reader of the whole is not woken for. More would be turned into text at one go,
@@ -59,17 +59,11 @@ class TextChoice:
         if output.start is not None and not self.generated:
             self._num_cached_tokens = output.start.num_cached_tokens
             self._num_kept_tokens = output.start.num_kept_tokens
-        if output.prediction is not None:
-            self._num_accepted += output.prediction.num_accepted
-            self._num_rejected += output.prediction.num_rejected
         if output.finish_reason is None:
             self.generated.extend(output.token_ids)
         if self._may_wait and output.finish_reason is None:
-            self.num_tokens += len(output.token_ids)
-            self._token_ids += output.token_ids
             self._waiting_ids += output.token_ids
-            if output.logprobs:
-                self._explain(output.logprobs)
+            self._keep(output, len(output.token_ids))
             return
         ends_by_token = output.finish_reason is FinishReason.STOP and not self._shows_stop
         self._waiting_ids += output.token_ids[:-1] if ends_by_token else output.token_ids
@@ -77,10 +71,7 @@ class TextChoice:
         if ends_by_token and self._detokenizer.matched_stop is None:
             self._num_hidden = 1  # the stop token: it counts, but it is not part of the text
         num_seen = self._detokenizer.num_tokens + self._num_hidden
-        num_kept = num_seen - self.num_tokens  # tokens after a stop string do not count
-        self.num_tokens += num_kept
-        self._token_ids += output.token_ids[:num_kept]
-        self._explain(output.logprobs[:num_kept])
+        self._keep(output, num_seen - self.num_tokens)  # tokens after a stop string do not count
         if self._detokenizer.matched_stop is None and output.finish_reason is not None:
             self._texts.append(self._detokenizer.finish())
             self.finish_reason = output.finish_reason
@@ -122,8 +113,16 @@ class TextChoice:
             self._texts.append(self._detokenizer.push(self._waiting_ids))
             self._waiting_ids.clear()
 
-    def _explain(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def _keep(self, output: SequenceOutput, num_tokens: int) -> None:
+        """Take the first tokens of an output for the reply."""
+        self.num_tokens += num_tokens
+        self._token_ids += output.token_ids[:num_tokens]
+        logprobs = output.logprobs[:num_tokens]
         self._logprobs += [explain(each, self._tokenizer, self._special) for each in logprobs]
+        if output.prediction is not None:
+            num_accepted = min(output.prediction.num_accepted, num_tokens)
+            self._num_accepted += num_accepted
+            self._num_rejected += sum(output.prediction) - num_accepted
 
 
 def _matcher_of(request: GenerationRequest) -> StopMatcher | None:

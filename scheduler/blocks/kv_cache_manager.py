@@ -58,8 +58,7 @@ class KVCacheManager:
         self.index = PrefixIndex(config, self.groups)
         """Record of all that is found by its content."""
         self.swap_space = self.index.swap_space
-        has_one_table = sum([group.num_stripes for group in self.groups]) == 1
-        self.is_plain = has_one_table and self.groups[0].keeps_all and not self.index.keeps_on_host
+        self.is_plain = row_size == 1 and self.groups[0].keeps_all and not self.index.keeps_on_host
         """Whether a block is all that a decode ever needs, and nothing is copied out before it is taken."""
         self.stakes = Stakes(self.index, self.pool, self.groups, self.block_size)
         """Tokens that sequences would lose with their blocks."""
@@ -68,7 +67,8 @@ class KVCacheManager:
         self._evicted: list[EvictedRow] = []
         self._max_kept = _MOST_KEPT_BLOCKS
         if config.copy_s_per_block:
-            self._max_kept = min(self._max_kept, int(_MOST_KEEPING_S / config.copy_s_per_block) or 1)
+            most = max(int(_MOST_KEEPING_S / config.copy_s_per_block), row_size)  # a state is kept whole
+            self._max_kept = min(self._max_kept, most)
         self.num_kept_blocks = 0
         """Blocks copied to the host because the prefix cache on the device gave them up; since the start."""
 
@@ -136,7 +136,7 @@ class KVCacheManager:
         if demand.takes_point:
             for block in point:
                 self.pool.share(block)
-            self.index.reuse_all(point)
+            self._reuse(point)
         else:
             self.index.note_restored(point)
             self._hold_for_copy(point)
@@ -223,10 +223,6 @@ class KVCacheManager:
             missing.append((end - table.end) * group.num_stripes if end > table.end else 0)
         return missing
 
-    def can_append_one_each(self, num_sequences: int) -> bool:
-        """Whether there is a free block of the only group for each, and none is copied out first."""
-        return self.is_plain and num_sequences <= self.pool.num_free
-
     def append_blocks(self, seqs: list[Sequence]) -> dict[SequenceId, GroupBlocks]:
         """Give one block to each in turn, of the only group; as many must be missing, and free."""
         grown: dict[SequenceId, GroupBlocks] = {}
@@ -267,10 +263,7 @@ class KVCacheManager:
         """Let what is found at these places be reused last, also where another sequence left it."""
         for place in places:
             row = self.index.found_at(index, seq, place)
-            free = [block for block in row if self.pool.is_free(block)]
-            for block in free:
-                self.pool.share(block)
-            self.pool.release(free, row)
+            self.pool.requeue(row, row)
 
     def tap(self, seq: Sequence, start: int, end: int, running: Iterable[Sequence]) -> list[StateTap]:
         """Take blocks for the states that a share [start, end) passes and that later prompts may go on from.
@@ -318,10 +311,7 @@ class KVCacheManager:
         if self.pool.num_free and self.pool.next_free(1)[0] not in self.index.kept():
             return
         for row in self.index.give_up_points(self._most_point_blocks - num_wanted):
-            free = [block for block in row if self.pool.is_free(block)]
-            for block in free:
-                self.pool.share(block)
-            self.pool.release(free, ())
+            self.pool.requeue(row, ())
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks back. The tail is reused first: it is shared least likely.
@@ -423,14 +413,14 @@ class KVCacheManager:
     def _note_slots(self, seq: Sequence) -> None:
         """Count the positions that have a place in each group; a state has none for them."""
         ends = [seq.tables[index].end for index in self._paged]
-        if len(ends) == 1:
-            seq.num_slots = ends[0] * self.block_size
-        else:
-            seq.num_slots = min(ends) * self.block_size if ends else maxsize
+        seq.num_slots = min(ends) * self.block_size if ends else maxsize
 
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken = self.pool.take(num_blocks)
-        evicted = self.index.reuse_all(taken)
+        self._reuse(taken)
+        return taken
+
+    def _reuse(self, blocks: list[BlockId] | Row) -> None:
+        evicted = self.index.reuse_all(blocks)
         if evicted and self.index.keeps_on_host:
             self._evicted += evicted
-        return taken

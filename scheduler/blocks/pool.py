@@ -100,6 +100,13 @@ class BlockPool:
             num_freed += 1
         self.num_free += num_freed
 
+    def requeue(self, blocks: Iterable[BlockId], kept: Container[BlockId]) -> None:
+        """Move those of `blocks` that are free to where `release` would put them."""
+        free = [block for block in blocks if self.is_free(block)]
+        for block in free:
+            self.share(block)
+        self.release(free, kept)
+
     def release_passed(self, blocks: Iterable[BlockId]) -> None:
         """Drop a reference to each in turn; those without any left are reused before all of `kept`.
 

@@ -86,11 +86,6 @@ class PrefixHit:
         """Blocks of the restore point, of all groups."""
         return tuple(chain.from_iterable(self.point.values()))
 
-    @property
-    def num_host_places(self) -> int:
-        """Places of the group that copies in most."""
-        return max([len(each.host) for each in self.groups])
-
 
 class PrefixIndex:
     """Finds and publishes; keys are computed once for each sequence, since its tokens never change."""
@@ -105,7 +100,7 @@ class PrefixIndex:
         self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()
         self._ends = ReplyEnds()
-        self._points: dict[tuple[PrefixCache, bytes], None] = {}  # the one used longest ago first
+        self._points: dict[tuple[PrefixCache, bytes], int] = {}  # blocks; the one used longest ago first
         ends = [] if self._fixed is None else [self._ends.rows]
         self.kept_by_group = [any_of([cache, *ends]) for cache in self.caches]
         """Blocks that can be found on the device, among those of each group."""
@@ -152,8 +147,7 @@ class PrefixIndex:
                 # Plans in flight may have moved a window past a place before its last token was known.
                 begin = max(first, table.first)
                 cache = self.caches[group]
-                if cache.journal is not None:
-                    self._note_stored(cache, seq, range(begin, last))
+                self._note_stored(cache, seq, range(begin, last))
                 num_stripes = self._groups[group].num_stripes
                 if begin + 1 == last:  # as in a decode
                     cache.publish(keys[begin], table.row(begin, num_stripes))
@@ -217,8 +211,8 @@ class PrefixIndex:
         for group, cache in enumerate(self.caches):
             if rows := cache.forget_all(blocks):
                 found += [EvictedRow(group, key, row) for key, row in rows]
+        gone = [(self._ends.rows, parent) for parent in self._ends.forget_all(blocks)]
         if self._points:
-            gone = [(self._ends.rows, parent) for parent in self._ends.forget_all(blocks)]
             for point in [*gone, *((self.caches[each.group], each.key) for each in found)]:
                 self._points.pop(point, None)
         return found
@@ -283,13 +277,16 @@ class PrefixIndex:
         self._note_use(self._ends.rows, parent)
 
     def give_up_points(self, max_blocks: int) -> list[Row]:
-        """Forget the points that were used longest ago, until the others have at most `max_blocks`."""
+        """Take out the points that were used longest ago, until the others have at most `max_blocks`.
+
+        They can be found until they are reused.
+        """
         rows: list[Row] = []
-        if self._fixed is not None:
-            while len(self._state_cache.blocks) + len(self._ends.rows.blocks) > max_blocks:
-                cache, key = next(iter(self._points))
-                rows.append(cache.get(key) or ())
-                self.reuse_all(rows[-1])
+        num_blocks = sum(self._points.values())
+        while num_blocks > max_blocks:
+            cache, key = next(iter(self._points))
+            num_blocks -= self._points.pop((cache, key))
+            rows.append(cache.get(key) or ())
         return rows
 
     def note_restored(self, row: Row) -> None:
@@ -307,7 +304,7 @@ class PrefixIndex:
     def _note_use(self, cache: PrefixCache, key: bytes) -> None:
         """Let a point be given up last."""
         self._points.pop((cache, key), None)
-        self._points[cache, key] = None
+        self._points[cache, key] = len(cache.get(key) or ())
 
     @property
     def _state_cache(self) -> PrefixCache:

@@ -63,10 +63,7 @@ class SwapSpace:
         """
         kept = self._kept[group].get(key)
         if kept is not None:
-            for block in kept:
-                if self._pool.is_free(block):
-                    self._pool.share(block)
-                    self.give_back((block,))
+            self._pool.requeue(kept, kept)
             return ()
         if self._pool.num_free < num_stripes:
             return ()

@@ -18,8 +18,9 @@ all sequences that want it, and seconds(m) grow by the passes for m drafts. Once
 sequence that the draft model has not followed also has to win back the time of its prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from scheduler.draft_messages import DraftChoice, DraftReason
@@ -35,10 +36,8 @@ _EXPLORED_PART = 0.01
 """Part of all time that drafts may take that are not expected to pay."""
 _FEW_OUTCOMES = 8.0
 _NEAR = 16  # tokens that a draft model catches up with in the passes of others
-_LEAST_AHEAD = (
-    32  # tokens that a sequence is expected to get at least, if it may; otherwise as many as it has
-)
-
+_LEAST_AHEAD = 32
+"""Tokens that a sequence is expected to get at least, if it may; otherwise as many as it has."""
 
 _FIXED_ROWS = 12
 """Rows that take as long as the fixed part of a step: assumed until sizes are measured."""
@@ -236,7 +235,9 @@ class DraftRule:
         slots = self._slots(offers)
         if has_prefill:
             return {}, DraftChoice(len(slots), 0, DraftReason.PREFILL, 0.0, 0.0)
-        num_chosen = self._num_that_pay(slots, num_decodes)
+        num_chosen = 0
+        if self.costs.knows(num_decodes):  # without drafts first: their cost is measured against that
+            num_chosen, _ = self._best(slots, num_decodes, repeat(0.0))
         self._num_choices += 1
         if not num_chosen and self._may_look_beyond(num_decodes):
             num_chosen = min(_FURTHER_ROWS, len(slots))
@@ -261,7 +262,7 @@ class DraftRule:
         asked: dict[SequenceId, int] = {}
         if self.pass_costs.largest:
             slots = self._slots({each: one.most for each, one in drafting.items()})
-            num_slots, saved_s = self._worth_making(slots, num_decodes)
+            num_slots, saved_s = self._best(slots, num_decodes, self._making_s(slots))
             for slot in slots[:num_slots]:
                 one = drafting[slot.sequence_id]
                 if self._wins_back(one, saved_s):
@@ -299,48 +300,40 @@ class DraftRule:
         self._explored_s += seconds
         return True
 
-    def _worth_making(self, slots: Sequence[Slot], num_decodes: int) -> tuple[int, float]:
-        """Count the best slots with which tokens a second are most, the time to draft them included.
+    def _best(self, slots: Sequence[Slot], num_decodes: int, making_s: Iterable[float]) -> tuple[int, float]:
+        """Count the best slots with which tokens a second are most; 0 if they hardly gain.
 
-        Returns the seconds, too, that they save for each token.
+        `making_s` is the time to draft the first one, the first two and so on. Returns the seconds, too, that
+        they save for each token.
         """
         most = min(len(slots), self._num_foreseeable(num_decodes))
-        tokens, drafting_s = float(num_decodes), 0.0
-        num_in_pass = [0] * self._max_drafts
-        places: dict[SequenceId, int] = {}
+        tokens = float(num_decodes)
         without = tokens / self.costs.seconds(num_decodes)
         best_num, best = 0, _LEAST_GAIN * without
-        for num, slot in enumerate(slots[:most], start=1):
-            place = places.get(slot.sequence_id, 0)
-            places[slot.sequence_id] = place + 1
-            num_before = num_in_pass[place]
-            num_in_pass[place] += 1
-            drafting_s += self.pass_costs.seconds(num_before + 1)
-            drafting_s -= self.pass_costs.seconds(num_before) if num_before else 0.0
+        for num, (slot, drafting_s) in enumerate(zip(slots[:most], making_s, strict=False), start=1):
             tokens += slot.survival
             speed = tokens / (self._step_s(num_decodes, num) + drafting_s)
             if speed > best:
                 best_num, best = num, speed
         return best_num, 1.0 / without - 1.0 / best if best_num else 0.0
 
+    def _making_s(self, slots: Sequence[Slot]) -> Iterator[float]:
+        """Yield the time of the passes that make the first slot, the first two and so on."""
+        drafting_s, num_in_pass = 0.0, [0] * self._max_drafts
+        places: dict[SequenceId, int] = {}
+        for slot in slots:
+            place = places.get(slot.sequence_id, 0)
+            places[slot.sequence_id] = place + 1
+            num_before = num_in_pass[place]
+            num_in_pass[place] += 1
+            drafting_s += self.pass_costs.seconds(num_before + 1)
+            drafting_s -= self.pass_costs.seconds(num_before) if num_before else 0.0
+            yield drafting_s
+
     def _num_foreseeable(self, num_decodes: int) -> int:
         """Count drafts up to some times the largest step that was measured: costs beyond are a guess."""
         largest = max(self.costs.largest, num_decodes)
         return max(_FURTHER_TIMES * largest, largest + _FURTHER_ROWS) - num_decodes
-
-    def _num_that_pay(self, slots: Sequence[Slot], num_decodes: int) -> int:
-        """Count the best slots with which tokens a second are most; 0 if they hardly gain."""
-        if not self.costs.knows(num_decodes):
-            return 0  # without drafts first: their cost is measured against that
-        most = min(len(slots), self._num_foreseeable(num_decodes))
-        tokens = float(num_decodes)
-        best_num, best = 0, _LEAST_GAIN * tokens / self.costs.seconds(num_decodes)
-        for num in range(1, most + 1):
-            tokens += slots[num - 1].survival
-            speed = tokens / self._step_s(num_decodes, num)
-            if speed > best:
-                best_num, best = num, speed
-        return best_num
 
     def _may_look_beyond(self, num_decodes: int) -> bool:
         """Tell whether drafts are tried because nothing shows yet what they would cost; at first they are."""

@@ -7,6 +7,7 @@ times of steps and passes (draft_rule.py) know nothing: of a small model it is m
 planned the short way.
 
 A trial that wins goes on, with a short rest at times: only turns without drafts show what they take by now.
+In the first turn of a trial the model or head catches up with the rest, which counts as lost.
 
 Owns: the speed of both kinds of turn, by the number of sequences, and the turns until the next trial.
 """
@@ -19,11 +20,13 @@ from scheduler.sequence import Sequence
 _FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
 """Turns without drafts: before the first trial and after one that had won, after one that lost or asked for
 nothing, and after many that lost, of each of which a trial is a sixtieth."""
-_REST_BY_LOSS = 50
-"""Turns without drafts for each that a trial lost: trials that lose cost a fiftieth of all time at most."""
+_REST_BY_LOSS = 100
+"""Turns without drafts for each that a trial lost: trials that lose cost a hundredth of all time at most."""
 _TRIAL, _TRIAL_IN_VAIN = 16, 6
 """Turns of a trial, and of one that loses by a third."""
-_RENEWAL = 1024  # turns of a trial that wins until turns without drafts are measured again
+_FIRST_RENEWAL, _RENEWAL = 32, 1024
+"""Turns of a trial that wins until turns without drafts are measured again: twice as many each time, since
+the machine may have been slow when they were measured."""
 _MAX_SIZES = 4096  # numbers of sequences for which speeds are kept
 _LEAST_GAIN, _LOSS = 1.02, 0.67
 _MAX_SURPRISE = 3.0  # a turn that took longer than this many times the usual counts as that
@@ -42,9 +45,9 @@ class _Speeds:
         """Turns of the rest after the last trial, if that lost; else 0."""
         if of_fewer is not None and of_fewer.last_rest:
             self.num_left = self.last_rest = of_fewer.last_rest
-        self.plain_s = 0.0
+        self.renewal = _FIRST_RENEWAL
         self.num_plain = self.num_turns = 0
-        self.trial_s = self.trial_tokens = 0.0
+        self.plain_s = self.catch_up_s = self.trial_s = self.trial_tokens = 0.0
 
     def learn_plain(self, seconds: float) -> None:
         self.num_left -= 1
@@ -58,6 +61,9 @@ class _Speeds:
         """Take in a turn of a trial with its tokens for each sequence; end the trial if it does not pay."""
         self.num_left -= 1
         self.num_turns += 1
+        if self.num_turns == 1:  # no later one is like it
+            self.catch_up_s = seconds - tokens * self.plain_s
+            return
         self.trial_s += min(seconds, _MAX_SURPRISE * (1.0 + tokens) * self.plain_s)
         self.trial_tokens += tokens
         gain = self.trial_tokens * self.plain_s / self.trial_s
@@ -65,20 +71,24 @@ class _Speeds:
             # Should it lose later on, turns without drafts may be slower too: their contexts have grown.
             self.rest, self.last_rest, self.num_turns = _FIRST_REST, 0, _TRIAL // 2
             self.trial_s, self.trial_tokens = self.trial_s / 2, self.trial_tokens / 2
-            if self.num_left <= -_RENEWAL:  # what was known counts as one turn
+            if self.num_left <= -self.renewal:  # what was known counts as one turn
                 self.num_left, self.num_plain = _FIRST_REST, 1
+                self.renewal = min(2 * self.renewal, _RENEWAL)
         elif self.num_turns >= _TRIAL or (self.num_turns >= _TRIAL_IN_VAIN and gain < _LOSS):
-            self.last_rest = self.rest
-            if self.rest > _FIRST_REST:  # else it had won
-                num_lost = self.trial_s / self.plain_s - self.trial_tokens
-                self.last_rest = max(self.rest, round(_REST_BY_LOSS * num_lost))
-            self.end_trial(self.last_rest)
-            self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
+            self.end_trial(self.rest)
 
     def end_trial(self, num_turns: int) -> None:
-        """Draft nothing for this number of turns."""
-        self.num_left, self.num_turns = num_turns, 0
-        self.trial_s = self.trial_tokens = 0.0
+        """Draft nothing for this number of turns, or for longer if the trial lost much.
+
+        The first one is free, and so is that behind one which won: it may have been a bad moment.
+        """
+        if self.rest > _LEAST_REST:
+            num_lost = (self.catch_up_s + self.trial_s) / self.plain_s - self.trial_tokens
+            num_turns = max(num_turns, round(_REST_BY_LOSS * num_lost))
+        self.num_left = self.last_rest = num_turns
+        self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
+        self.num_turns, self.renewal = 0, _FIRST_RENEWAL
+        self.catch_up_s = self.trial_s = self.trial_tokens = 0.0
 
 
 class DraftTrials:
@@ -125,5 +135,6 @@ class DraftTrials:
         self._done = plan
 
     def note_nothing_asked(self) -> None:
-        """End a trial in which no draft is expected to pay."""
+        """End a trial in which no draft is expected to pay; the present turn is one without."""
         self._speeds.end_trial(_LEAST_REST)
+        self.is_resting = True

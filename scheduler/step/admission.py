@@ -436,7 +436,8 @@ class Admission:
             seq.num_lost_tokens = hit.num_kept_tokens - hit.num_tokens
             seq.lost_to = self._config.groups[hit.bounded_by].name
             counters.num_restore_lost_tokens += seq.num_lost_tokens
-        counters.num_prefix_host_hits += hit.num_host_places * self._config.block_size
+        num_places = max([len(group.host) for group in hit.groups])
+        counters.num_prefix_host_hits += num_places * self._config.block_size
         # Once: a preemption is not the tenant's doing.
         num_to_compute = seq.num_prompt_tokens - seq.num_cached_tokens
         self._queues.charge(seq, PROMPT_TOKEN_COST * num_to_compute)

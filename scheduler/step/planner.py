@@ -107,7 +107,7 @@ class Planner:
             return None
         if not self._kv.is_plain or self._kv.pool.num_free < len(running):  # to undo the loop costs more
             num_growing = sum([seq.num_tokens > seq.num_slots for seq in running])
-            if num_growing and not self._kv.can_append_one_each(num_growing):
+            if num_growing and not (self._kv.is_plain and num_growing <= self._kv.pool.num_free):
                 return None
         # The last of the queue is the likeliest to have a prompt to compute: then the loop need not begin.
         decodes = self._shares.decode_all(running) if running[-1].num_uncomputed_tokens == 1 else None

@@ -208,8 +208,7 @@ class Drafter:
         if config.method is DraftMethod.SUFFIX:
             self._replies = ScopedReplies(max_scopes=_MAX_SCOPES, capacity_tokens=_RING_TOKENS, **bounds)
         self._proposers: dict[int, tuple[Proposer, ...]] = {}
-        self._num_prompt_tokens: dict[int, int] = {}
-        self._scopes: dict[int, Scope] = {}
+        self._begun: dict[int, tuple[int, Scope]] = {}  # tokens of the prompt, and the scope of each row
 
     @property
     def is_idle(self) -> bool:
@@ -225,15 +224,13 @@ class Drafter:
             self._proposers[row] = (self._own_text, self._replies.of(_scope_of(new)))
         elif self._method is DraftMethod.NGRAM:
             self._proposers[row] = (self._own_text,)
-        self._num_prompt_tokens[row] = new.num_prompt_tokens
-        self._scopes[row] = _scope_of(new)
+        self._begun[row] = new.num_prompt_tokens, _scope_of(new)
 
     def remove(self, row: int, tokens: TokenIds) -> None:
         """Forget a row, whose tokens were these; an unknown one is ignored."""
         self._proposers.pop(row, None)
-        num_prompt_tokens = self._num_prompt_tokens.pop(row, len(tokens))
-        scope = self._scopes.pop(row, None)
-        if self._replies is not None and scope is not None and len(tokens) > num_prompt_tokens:
+        num_prompt_tokens, scope = self._begun.pop(row, (len(tokens), ("", "", "")))
+        if self._replies is not None and len(tokens) > num_prompt_tokens:
             self._replies.add(scope, tokens[num_prompt_tokens:])
 
     def hopeless(self, rows: list[int], token_ids_CL: TokenIds, num_tokens_C: NDArray[np.int64]) -> set[int]:

@@ -154,7 +154,7 @@ class DraftModel:
         self._kept = kept
         self._followed: list[_Followed] = []
         self._steps = steps
-        self._rows = rows
+        self._rows = rows.keeping_all()  # as its layers do, though the model's may have windows
         self._sampler = sampler
         self._sizes = sizes
         self._filled = _Filled(sizes, rows.block_size)
@@ -289,11 +289,9 @@ class DraftModel:
         return num_taken if num_taken <= num_filled else 0
 
     def _num_with_keys(self, row: int, end: int) -> int:
-        block_size = self._rows.block_size
         self._take_in_ahead(row)
-        first = self._rows.first_read(max(end - 1, 0)) // block_size  # blocks before may be others'
-        blocks = self._table_of(row)[first : -(-end // block_size)]
-        return min(first * block_size + self._filled.count(blocks), end)
+        blocks = self._table_of(row)[: -(-end // self._rows.block_size)]
+        return min(self._filled.count(blocks), end)
 
     def _take_in_ahead(self, row: int) -> None:
         """Note the keys and values of drafts that turned out to be right."""

@@ -8,6 +8,7 @@ Arrays are indexed by row, so that a step is built from them without a loop over
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from math import inf
 from typing import NamedTuple
 
@@ -92,6 +93,12 @@ class RowTable:
             groups=facts.groups or (CacheGroup(),),
         )
 
+    def keeping_all(self) -> "RowTable":
+        """Show the same rows to a model whose layers keep all tokens, whatever windows have passed."""
+        view = copy(self)
+        view._first_positions = {}
+        return view
+
     def __len__(self) -> int:
         return len(self._row_of)
 
@@ -145,10 +152,6 @@ class RowTable:
         """Look up the blocks [S, T] of T tokens, of each stripe."""
         blocks_ST: NDArray[np.int32] = self.block_ids_SCB[:, rows_T, positions_T // self.block_size]
         return blocks_ST.astype(np.int64, order="C")
-
-    def first_read(self, start: int) -> int:
-        """Return the first position that a share from `start` on reads of the group that keeps most."""
-        return min(self._groups[index].lifetime.first_read(start) for index in self._stripes)
 
     def first_missing(self, row: int, start: int) -> int | None:
         """Return the first position that the row still has, if a share from `start` on reads earlier ones."""

@@ -14,6 +14,7 @@ from engine.errors import (
 from engine.frontend.active_text import ActiveText
 from engine.text.tokenizer import SpecialTokens
 from engine.types import GenerationRequest
+from scheduler.draft_messages import PredictionUse
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
@@ -75,6 +76,18 @@ async def test_a_stop_string_ends_the_choice_and_later_tokens_do_not_count() -> 
     assert output.stop_reason == "lo w"
     assert TOKENIZER.decode(output.token_ids, special=SpecialTokens.KEEP).startswith("hello w")
     assert live.is_over
+
+
+async def test_predicted_tokens_behind_a_stop_string_are_none_of_the_reply() -> None:
+    live = live_request(stop=("b",))
+    ids = tuple(TOKENIZER.encode_rendered_chat("a b c d"))
+    num_kept = next(num for num in range(9) if "b" in TOKENIZER.decode(ids[:num], special=SpecialTokens.KEEP))
+    assert num_kept < len(ids) - 1
+    prediction = PredictionUse(num_accepted=len(ids) - 1, num_rejected=3)
+    live.push(SequenceOutput(SequenceId(0), ids, None, prediction=prediction), EOS)
+    (output,) = live.take()
+    assert len(output.token_ids) == output.num_accepted_prediction == num_kept
+    assert output.num_rejected_prediction == len(ids) - 1 - num_kept + 3
 
 
 async def test_a_stop_string_within_the_least_number_of_tokens_does_not_end_the_choice() -> None:

@@ -11,7 +11,7 @@ import pytest
 from scheduler.config import DraftSupply, PreemptionMode
 from scheduler.messages import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from tests.quantized_checkpoints import write_quantized
-from tests.worker.conftest import load_worker
+from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.speculation.draft_checkpoints import write_draft
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import ModelDrafted
@@ -136,6 +136,21 @@ def test_tokens_that_were_sampled_without_drafts_are_caught_up_and_cached_blocks
     prompt = [*plain_requests(1)[0][0], *first[0]]  # its blocks are in the prefix cache, most without drafts
     world.answers([(prompt, SamplingParams(temperature=0.0, max_tokens=12))])
     assert world.num_accepted == world.num_drafted
+
+
+def test_drafts_go_on_behind_a_cached_prefix_whose_beginning_a_window_of_the_model_has_passed(
+    checkpoints: MakeCheckpoint,
+) -> None:
+    """All tokens of a draft model are kept, so it catches up from the first one."""
+    folder = checkpoints("mistral")
+    loaded = load_worker(folder, num_blocks=200, speculation=drafting(folder))
+    assert len(loaded[1].groups) == 2
+    prompt = [(7 * index + 3) % 300 for index in range(40)]  # the window has 12
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=num)) for num in (1, 12)]
+    world = ModelDrafted(*loaded, {"max_num_seqs": 1}, num_asked=3)
+    world.answers(requests)
+    assert world.num_found == 36
+    assert world.num_accepted == world.num_drafted > 4
 
 
 def test_blocks_hold_the_layers_of_both_and_the_model_says_that_drafts_are_to_be_asked_for(
