@@ -15,9 +15,8 @@ import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
-from tests.e2e.serving import ROOT, RunningServer, running_server
+from tests.e2e.serving import RunningServer, running_server
 from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold, place_of
-from worker.devices.lazy_imports import import_torch, load_shapes
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
@@ -39,9 +38,6 @@ _text_of = cache(Path.read_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") and config.rootpath == ROOT:  # it reads all files of the tier
-        import_torch(os.environ.get("TOKENYARD_TEST_DEVICE", "cpu"))
-        load_shapes()  # some tests foresee what a model takes, as the process of a survey does
     if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr:
         config.option.markexpr = DAY
     _read_certificates_once()

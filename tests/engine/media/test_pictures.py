@@ -48,6 +48,14 @@ async def shared(tmp_path_factory) -> AsyncIterator[PicturePreparer]:
     await pictures.close()
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def alone(tmp_path: Path) -> AsyncIterator[PicturePreparer]:
+    """Hold a process whose memory no other test fills."""
+    pictures = pictures_of(tmp_path)
+    yield pictures
+    await pictures.close()
+
+
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -203,60 +211,60 @@ def test_a_full_memory_is_no_fault_of_the_metadata(monkeypatch) -> None:
 
 
 @on_one_loop
-async def test_a_killed_decoder_is_one_requests_refusal(shared) -> None:
-    lease = shared.new_lease()
-    await prepared(shared, picture(), lease)
-    pid = shared._child.pid
+async def test_a_killed_decoder_is_one_requests_refusal(alone) -> None:
+    lease = alone.new_lease()
+    await prepared(alone, picture(), lease)
+    pid = alone._child.pid
     os.kill(pid, signal.SIGSTOP)
-    waiting = asyncio.create_task(prepared(shared, picture(seed=1), lease))
+    waiting = asyncio.create_task(prepared(alone, picture(seed=1), lease))
     await asyncio.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RequestRejected, match="too much time or memory"):
         await waiting
-    assert len(left_of(shared)) == 1
-    await prepared(shared, picture(seed=2), lease)
-    assert shared._child.pid != pid
+    assert len(left_of(alone)) == 1
+    await prepared(alone, picture(seed=2), lease)
+    assert alone._child.pid != pid
 
 
 @on_one_loop
-async def test_a_client_that_leaves_keeps_nothing(shared) -> None:
-    lease = shared.new_lease()
-    await prepared(shared, picture(), lease)
-    os.kill(shared._child.pid, signal.SIGSTOP)
-    leaving = asyncio.create_task(prepared(shared, picture(seed=1), lease))
+async def test_a_client_that_leaves_keeps_nothing(alone) -> None:
+    lease = alone.new_lease()
+    await prepared(alone, picture(), lease)
+    os.kill(alone._child.pid, signal.SIGSTOP)
+    leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
     await asyncio.sleep(0.1)
     leaving.cancel()
-    os.kill(shared._child.pid, signal.SIGCONT)
-    next_lease = shared.new_lease()
-    await prepared(shared, picture(seed=2), next_lease)
-    assert len(left_of(shared)) == 2
+    os.kill(alone._child.pid, signal.SIGCONT)
+    next_lease = alone.new_lease()
+    await prepared(alone, picture(seed=2), next_lease)
+    assert len(left_of(alone)) == 2
 
 
 @on_one_loop
-async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(shared) -> None:
-    lease = shared.new_lease()
-    await prepared(shared, picture(), lease)
-    os.kill(shared._child.pid, signal.SIGSTOP)
-    leaving = asyncio.create_task(prepared(shared, picture(seed=1), lease))
-    while not shared._turns.under_way:
+async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(alone) -> None:
+    lease = alone.new_lease()
+    await prepared(alone, picture(), lease)
+    os.kill(alone._child.pid, signal.SIGSTOP)
+    leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
+    while not alone._turns.under_way:
         await asyncio.sleep(0.01)
-    [order] = shared._turns.under_way
+    [order] = alone._turns.under_way
     leaving.cancel()
-    os.kill(shared._child.pid, signal.SIGCONT)
+    os.kill(alone._child.pid, signal.SIGCONT)
     await asyncio.wait([order])
     del order
     await asyncio.sleep(0)
-    assert len(left_of(shared)) == 1
+    assert len(left_of(alone)) == 1
 
 
 @on_one_loop
-async def test_pictures_of_one_request_that_fill_the_memory_are_its_fault(shared, monkeypatch) -> None:
-    lease = shared.new_lease()
-    monkeypatch.setattr(shared._segments, "num_bytes_at_most", 150_000)
-    await prepared(shared, picture(64, 64), lease)
+async def test_pictures_of_one_request_that_fill_the_memory_are_its_fault(alone, monkeypatch) -> None:
+    lease = alone.new_lease()
+    monkeypatch.setattr(alone._segments, "num_bytes_at_most", 150_000)
+    await prepared(alone, picture(64, 64), lease)
     with pytest.raises(RequestRejected, match="with those before it"):
-        await prepared(shared, picture(64, 64, seed=1), lease)
-    await prepared(shared, picture(32, 32), lease)
+        await prepared(alone, picture(64, 64, seed=1), lease)
+    await prepared(alone, picture(32, 32), lease)
 
 
 def test_the_first_image_of_a_phones_file_is_taken() -> None:
@@ -298,8 +306,7 @@ async def test_an_error_of_the_machine_refuses_no_later_picture(tmp_path) -> Non
 
 
 @on_one_loop
-async def test_a_request_that_finds_a_long_line_is_counted_as_refused(tmp_path) -> None:
-    alone = pictures_of(tmp_path)
+async def test_a_request_that_finds_a_long_line_is_counted_as_refused(alone) -> None:
     seen: list[OverloadReason] = []
 
     @contextmanager
@@ -321,20 +328,19 @@ async def test_a_request_that_finds_a_long_line_is_counted_as_refused(tmp_path) 
         await prepared(alone, picture(seed=64), alone.new_lease())
     for each in waiting:
         each.cancel()
-    await alone.close()
     assert seen == [OverloadReason.PICTURES]
 
 
 @on_one_loop
-async def test_a_full_memory_is_said_to_be_one(shared, monkeypatch) -> None:
-    lease = shared.new_lease()
-    monkeypatch.setattr(shared._segments, "num_bytes_at_most", 100_000)
-    await prepared(shared, picture(32, 32), lease)
+async def test_a_full_memory_is_said_to_be_one(alone, monkeypatch) -> None:
+    lease = alone.new_lease()
+    monkeypatch.setattr(alone._segments, "num_bytes_at_most", 100_000)
+    await prepared(alone, picture(32, 32), lease)
     with pytest.raises(Overloaded, match="fill the shared memory"):
-        await prepared(shared, picture(64, 64), shared.new_lease())
+        await prepared(alone, picture(64, 64), alone.new_lease())
     with pytest.raises(RequestRejected, match="larger than the shared memory"):
-        await prepared(shared, picture(640, 480), lease)
-    assert len(left_of(shared)) == 1
+        await prepared(alone, picture(640, 480), lease)
+    assert len(left_of(alone)) == 1
 
 
 @on_one_loop
@@ -356,12 +362,10 @@ async def test_pixels_are_counted_before_they_are_decoded_and_values_are_the_ope
 
 
 @on_one_loop
-async def test_without_pillow_pictures_are_refused_with_the_name_of_the_extra(tmp_path, monkeypatch) -> None:
-    alone = pictures_of(tmp_path)
+async def test_without_pillow_pictures_are_refused_with_the_name_of_the_extra(alone, monkeypatch) -> None:
     monkeypatch.setattr("engine.media.pictures.is_installed", lambda: False)
     with pytest.raises(RequestRejected, match="extra `images`"):
         await prepared(alone, picture(), alone.new_lease())
-    await alone.close()
 
 
 @pytest.mark.night

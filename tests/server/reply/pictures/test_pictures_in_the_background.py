@@ -11,6 +11,7 @@ from engine.errors import Overloaded
 from engine.media.messages import SHARED_MEMORY
 from server.api.batches import places
 from server.app import build_app
+from tests.engine.media.made_pictures import pictures_of
 from tests.server.conftest import Settings, connect, eventually
 from tests.server.reply.pictures.test_requests_with_pictures import WAYS, SeeingEngine
 
@@ -20,9 +21,9 @@ BODY = {**WAYS[PATH], "store": True, "background": True}
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[SeeingEngine]:
-    engine = SeeingEngine(tmp_path)
-    yield engine
-    await engine.pictures.close()
+    pictures = pictures_of(tmp_path)
+    yield SeeingEngine(pictures)
+    await pictures.close()
 
 
 async def test_a_response_in_the_background_that_gave_way_sees_its_picture_at_its_next_try(
