@@ -131,14 +131,16 @@ def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(
     limited: RunningServer, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """No process outlives the one that is killed, not even in the middle of a grammar."""
-    assert complete(limited, structured_outputs={"regex": "[ab]+"}, ignore_eos=False)
+    # Probes that have left may still hold the few places.
+    easy = {"structured_outputs": {"regex": "[ab]+"}, "ignore_eos": False}
+    wait_for(lambda: [ask(limited, **easy).status_code for _ in range(3)] == [200] * 3)
     pids = [limited.process.pid, limited.engine_pid, limited.grammar_pid]
     busy_after = used_ticks(pids[-1]) + 5
     with ThreadPoolExecutor(1) as client:
         asked = {"json": json.loads(ENDLESS.text)}
         hopeless = client.submit(ask, limited, structured_outputs=asked, ignore_eos=False)
         wait_for(lambda: hopeless.done() or used_ticks(pids[-1]) >= busy_after)
-        assert not hopeless.done()
+        assert not hopeless.done(), hopeless.result().text
         before = left_in(folder)
         limited.send(signal.SIGKILL)
         limited.wait()
