@@ -65,8 +65,9 @@ def read_rules(quantization_config: Any) -> Rules:
     method = said.get("quant_method") or ("bitsandbytes" if is_of_bits_and_bytes else None)
     method = _OTHER_NAMES.get(str(method), method)
     if method not in _METHODS:
+        how = f"by {method!r}" if method else "and names no method, as files of MLX do not"
         raise QuantizationRefused(
-            f"the checkpoint is quantized by {method!r}", fix=f"take one of {', '.join(sorted(_METHODS))}"
+            f"the checkpoint is quantized {how}", fix=f"take one of {', '.join(sorted(_METHODS))}"
         )
     refusal = partial(QuantizationRefused, fix="correct the config")
     with refused_as(refusal, f"quantization_config of {method}"):
