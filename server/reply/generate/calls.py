@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -31,9 +31,6 @@ from server.edge.http.json_body import read_request
 from server.edge.http.served_models import lease_model
 from server.edge.observe.request_ids import add_reply_headers, journal_of
 from server.reply.generate.protocol import ServiceFields
-
-if TYPE_CHECKING:  # the name alone: the application's state has the ring
-    from server.edge.access.key_ring import KeyRing
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
 TENANT_HEADER = "x-tokenyard-tenant"
@@ -88,7 +85,7 @@ async def read_call(
 ) -> tuple[FieldsT, Origin]:
     """Read headers and body. Raises Overloaded, NotPermitted, and the errors of `read_request`."""
     key = key_of(request.scope)
-    allowance = open_allowance(request.scope, cast("KeyRing", request.app.state.keys).rates)
+    allowance = open_allowance(request.scope, request.app.state.keys.rates)
     add_reply_headers(request.scope, allowance.headers)
     allowance.take_request()
     from_headers = fields_from_headers(request.headers)
